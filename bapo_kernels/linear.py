@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .backends import choose
-from .checks import require, without_config
+from .checks import count, require, without_config
 from .config import BAPOConfig
 from .core.arguments.options import RowOptions, SoftmaxOptions
 from .core.arguments.prepare import prepared
@@ -267,7 +267,7 @@ def linear_top_k(
         sampling_mask=sampling_mask,
         vocab_group=vocab_group,
     )
-    parameters = hidden_states, lm_head_weight, bias
+    parameters, k = (hidden_states, lm_head_weight, bias), count("k", k)
     products = check_head(*parameters, None, logits_dtype, chunk_tokens, vocab_group)
     rows = torch.zeros_like(hidden_states[..., 0], dtype=torch.int64)
     arguments = log_probs_arguments(rows, **options)
@@ -277,14 +277,13 @@ def linear_top_k(
     call = None if backend == "reference" else prepared(backend, arguments, weight.shape[0])
     shard = VocabShard.of(weight.shape[0], rows, vocab_group) if call is None else call.shard
     V = weight.shape[0] if shard is None else int(shard.sizes.sum())
-    rule = ("be in [1, {}], the size of the vocabulary", V)
-    require(isinstance(k, int) and 1 <= k <= V, "k", rule, k)
+    require(k <= V, "k", ("be at most {}, the size of the vocabulary", V), k)
     if call is None:
         operands = hidden_states.to(products.dtype), weight.to(products.dtype)
         return reference.linear_top_k(
             *operands, k, bias=bias, logits_dtype=products.logits_dtype, **options
         )
-    logp, ids = top_k(call, Head.of(hidden_states, weight, bias, products, call.shard), k)
+    logp, ids = top_k(call, products, k, hidden_states, weight, bias)
     return logp.float().view(*rows.shape, k), ids.view(*rows.shape, k)
 
 

@@ -11,8 +11,10 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+import bapo_kernels
 from bapo_kernels import (
     BAPOConfig,
+    BAPOLinearLoss,
     BAPOLoss,
     ClipBoundSearch,
     ContributionHistogram,
@@ -22,6 +24,7 @@ from bapo_kernels import (
     bapo_loss_from_log_probs,
     find_clip_bounds,
     linear_log_probs,
+    linear_top_k,
     log_probs,
 )
 from bapo_kernels.config import Options
@@ -221,6 +224,8 @@ def test_opcheck_of_the_head(name, frozen, masked, labels):
     arguments = (*head, *tokens, *options, 4, "cpu", None, None, *mask)
     if name == "head_forward":
         arguments = (frozen, *arguments)
+    elif name == "head_top_k":
+        arguments = (3, *head, tokens[0].view(N, -1)[:, 0].contiguous(), *arguments[4:])
     else:
         *found, unscaled, values = torch.ops.bapo_kernels.head_forward(frozen, *arguments)
         unscaled = unscaled if frozen and len(labels) == 2 else None
@@ -343,6 +348,7 @@ def test_cuda_graphs(backend, device):
 WEIGHT = torch.linspace(-1, 1, 13 * 6).view(13, 6).sin()
 HEAD = torch.nn.Parameter(WEIGHT.clone())
 MODULE = BAPOLoss(BAPOConfig.recipe(), statistics="live")
+LINEAR = BAPOLinearLoss(BAPOConfig.recipe())
 ALL_TERMS = BAPOConfig(loss_agg_mode="seq-mean-token-mean", **TERMS)
 
 
@@ -401,7 +407,15 @@ def by_sets(x, y, *batch):
     ids, counts = torch.stack([y, (y + 1) % 13], -1), torch.full_like(y, 2)
     mask, logits = SamplingMask.from_counts(ids.flatten(), counts), x @ WEIGHT.T
     logp, entropy = log_probs(logits, y, sampling_mask=mask)
-    return by_logits(x, y, *batch, sampling_mask=mask)[0] + logp.mean(), entropy.detach()
+    best, _ = linear_top_k(x, HEAD, 2, sampling_mask=mask)
+    return by_logits(x, y, *batch, sampling_mask=mask)[0] + logp.mean(), entropy.detach(), best
+
+
+def by_top_k(x, *_):
+    """In float32, and in chunks of bfloat16."""
+    return *linear_top_k(x, HEAD, 3), *linear_top_k(
+        x.bfloat16(), HEAD.bfloat16(), 2, chunk_tokens=9
+    )
 
 
 def with_entropy(logp, entropy):
@@ -415,6 +429,7 @@ FUNCTIONS = {
     "temperatures": by_temperatures,
     "a checkpoint": in_a_checkpoint,
     "BAPOLoss": lambda x, *batch: MODULE(x @ WEIGHT.T, *batch[:-1], cu_seqlens=batch[-1])[:1],
+    "BAPOLinearLoss": lambda x, *batch: LINEAR(x, HEAD, *batch[:-1], cu_seqlens=batch[-1])[:1],
     "bapo_linear_loss": by_hidden,
     "bapo_loss_from_log_probs": by_log_probs,
     "find_clip_bounds": lambda x, y, *batch: (find_clip_bounds(x[..., 0], *batch[:-1]).upper,),
@@ -423,13 +438,14 @@ FUNCTIONS = {
     "no gradient, no entropy": torch.no_grad()(
         lambda x, y, *_: log_probs(x, y % 6, return_entropy=False)[:1]
     ),
+    "linear_top_k": by_top_k,
     "linear_log_probs": lambda x, y, *_: with_entropy(*linear_log_probs(x, HEAD, y)),
     "K labels": by_k_labels,
     "sampling mask": by_sets,
     "sizes that become dynamic": by_log_probs,  # from the second on
 }
 ADDED_UP = (
-    *("temperatures", "a checkpoint", "bapo_linear_loss", "linear_log_probs"),
+    *("temperatures", "a checkpoint", "bapo_linear_loss", "BAPOLinearLoss", "linear_log_probs"),
     *("K labels", "sampling mask"),
 )
 COMPILERS = {"[B]": "eager", "[B, S]": "inductor", "packed": "aot_eager"}
@@ -452,6 +468,13 @@ def test_functions_of_any_batch_size(name, layout):
     check(FUNCTIONS[name], given, COMPILERS[layout], dynamic, most=2, close=name in ADDED_UP)
 
 
+def test_every_public_function_is_compiled():
+    """What takes tensors; searches across calls are in a test of their own."""
+    data = {"BAPOConfig", "BAPOOutput", "ClipBounds", "ClipBoundSearch", "LMHead", "SamplingMask"}
+    others = {"available_backends", "debug", "empty_cache", "reference", "warm_up"}
+    assert set(bapo_kernels.__all__) - data - others <= set(FUNCTIONS)
+
+
 NUMBERS = {
     "batch_num_tokens": lambda n: dict(batch_num_tokens=n),
     "dp_size": lambda n: dict(batch_num_tokens=n, dp_size=n),
@@ -471,7 +494,9 @@ def test_numbers_of_a_call_may_be_dynamic(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", ["all terms", "temperatures", "linear_log_probs", "K labels"])
+@pytest.mark.parametrize(
+    "name", ["all terms", "temperatures", "linear_log_probs", "K labels", "linear_top_k"]
+)
 def test_export(name, strict):
     """Of a module that has the head as a parameter, for any number of sequences."""
 

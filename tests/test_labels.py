@@ -249,9 +249,17 @@ def test_errors(backend, device):
             ValueError, match=r"labels must have the leading shape of \w+ \(2, 5\), got"
         ):
             loss(labels, None, torch.ones(2, 5, device=device), backend=backend)
-    for k in (0, 6, 2.0):
-        with pytest.raises(ValueError, match=r"k must be in \[1, 5\], the size of the vocabulary"):
-            linear_top_k(logits, logits[0, :5], k, backend=backend)
+    for k, got in {
+        0: "an integer >= 1, got 0",
+        6: "at most 5, the size of the vocabulary, got 6",
+        2.5: r"an integer >= 1, got 2.5 \(float\)",
+        "3": r"an integer >= 1, got '3' \(str\)",
+        True: r"an integer >= 1, got True \(bool\)",
+        torch.tensor(3): "an integer >= 1, got Tensor",
+    }.items():
+        for name in (backend, "reference"):
+            with pytest.raises(ValueError, match=f"k must be {got}"):
+                linear_top_k(logits, logits[0, :5], k, backend=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -177,6 +177,8 @@ HEAD_SCHEMAS = {
         "(Tensor? dlog_probs, Tensor? dentropy, Tensor[] statistics, Tensor values, "
         f"Tensor? unscaled, bool[] needs, {_HEAD}) -> Tensor[]"
     ),
+    # Returns log-probs and ids [N, k].
+    "head_top_k": f"(int k, {_HEAD}) -> (Tensor, Tensor)",
 }
 
 
@@ -197,11 +199,19 @@ def _fake_head_backward(*args: Any) -> list[Tensor]:
     return [p.new_empty(p.shape) for p, n in zip(parameters, needs, strict=True) if n]
 
 
+def _fake_head_top_k(
+    k: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *args: Any
+) -> tuple[Tensor, Tensor]:
+    ids = labels.new_empty(labels.shape[0], k)
+    return torch.empty_like(ids, dtype=torch.float64), ids
+
+
 _HOST_READS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 for _name, _arguments in HEAD_SCHEMAS.items():
     _libraries[NATIVE].define(_name + _arguments, tags=_HOST_READS)
 torch.library.register_fake(f"{NATIVE}::head_forward", _fake_head_forward, lib=_libraries[NATIVE])
 torch.library.register_fake(f"{NATIVE}::head_backward", _fake_head_backward, lib=_libraries[NATIVE])
+torch.library.register_fake(f"{NATIVE}::head_top_k", _fake_head_top_k, lib=_libraries[NATIVE])
 
 # The instruction set of the CPU kernels in use; a name selects another, "" does not.
 _libraries[NATIVE].define("instruction_set(str name) -> str")

@@ -20,7 +20,8 @@ core.arguments.together core.rows
 reference core.arguments.prepare core.head.head
 core.head.sets
 core.head.hidden
-core.head.log_probs core.head.top_k
+core.head.log_probs
+core.head.top_k
 functional linear bounds lora
 modules scopes lm_head warmup
 debug

@@ -27,8 +27,8 @@ from .hidden import Chunks, add_recomputed, chunk_statistics
 from .sets import HeldSets, add_set_gradients, add_set_statistics, hidden_gradient, multiplied
 
 
-class _HeadCall(NamedTuple):
-    """A call as both operators take it, in the order of their schemas."""
+class HeadCall(NamedTuple):
+    """A call as the operators of a head take it, in the order of their schemas."""
 
     labels: Tensor
     counted: Tensor
@@ -45,7 +45,7 @@ class _HeadCall(NamedTuple):
     offsets: Tensor | None = None
 
     @classmethod
-    def of(cls, call: Call, products: Products) -> _HeadCall:
+    def of(cls, call: Call, products: Products) -> HeadCall:
         assert call.labels is not None
         given = call.labels, call.counted, *call.temperatures, call.options, *products, call.backend
         shard = call.shard
@@ -70,13 +70,13 @@ class _HeadCall(NamedTuple):
 def _head_forward(
     unscaled: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Statistics of the counted rows, a chunk at a time; ``others`` as :class:`_HeadCall` has them.
+    """Statistics of the counted rows, a chunk at a time; ``others`` as :class:`HeadCall` has them.
 
     With ``unscaled`` also the gradient of each log-prob with respect to its hidden state, or of
     several labels per row what they have in common, ``sum_j p_j*dx_j/dz_j*W_j`` over the columns
     that are none of them. That is of this rank's columns, and of rows without a set.
     """
-    given = _HeadCall(*others)
+    given = HeadCall(*others)
     call, head = given.restored(hidden, weight, bias)
     no_values = hidden.new_empty(0, dtype=torch.float32)
     if unscaled and given.labels.ndim == 1:
@@ -142,7 +142,7 @@ def _head_backward(
 
     With ``unscaled`` (of several labels per row) those of the entropy alone.
     """
-    given = _HeadCall(*others)
+    given = HeadCall(*others)
     call, head = given.restored(hidden, weight, bias)
     found = RowStatistics(*statistics)
     if dlog_probs is None:
@@ -230,7 +230,7 @@ class LinearLogProbs(torch.autograd.Function):
         unscaled: bool,
         products: Products,
     ) -> tuple[Tensor, Tensor]:
-        given = _HeadCall.of(call, products)
+        given = HeadCall.of(call, products)
         parameters = hidden, weight, bias
         found = _OPS.head_forward(unscaled, *parameters, *given)
         log_probs, entropy, stats, gradient, values = found
@@ -252,7 +252,7 @@ class LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         *tensors, log_probs, entropy, stats, values, unscaled = ctx.saved_tensors
         tensors = [x if y is None else y for x, y in zip(tensors, ctx.inference, strict=True)]
-        given = _HeadCall(**ctx.given | dict(zip(_SAVED, tensors[3:], strict=True)))
+        given = HeadCall(**ctx.given | dict(zip(_SAVED, tensors[3:], strict=True)))
         inputs = dlog_probs, dentropy, *tensors[:3]
         dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
         needs, others = [bool(needed) for needed in ctx.needs_input_grad[:3]], (None,) * 3

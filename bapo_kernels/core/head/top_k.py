@@ -7,21 +7,34 @@ temperature keep their order.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import IGNORE_INDEX
-from ..call import Call, SamplingSets
+from ..call import Call, Products, SamplingSets
 from ..distributed import gather
+from ..operators import NATIVE, implement
 from ..rows import RowStatistics, statistics_at
-from .head import Head
+from .log_probs import HeadCall
 from .sets import add_set_statistics
 
 
-def top_k(call: Call, head: Head, k: int) -> tuple[Tensor, Tensor]:
+def top_k(
+    call: Call, products: Products, k: int, *parameters: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Float64 log-probs and int64 ids ``[N, k]``, best first; -inf and -100 where there is none."""
+    given = k, *parameters, *HeadCall.of(call, products)
+    made: tuple[Tensor, Tensor] = getattr(torch.ops, NATIVE).head_top_k(*given)
+    return made
+
+
+def _head_top_k(
+    k: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor]:
+    call, head = HeadCall(*others).restored(hidden, weight, bias)
     rows = torch.arange(call.counted.numel(), device=call.counted.device)
     ids = rows.new_full((rows.numel(), k), IGNORE_INDEX)
     call = replace(call, labels=ids)
@@ -38,6 +51,9 @@ def top_k(call: Call, head: Head, k: int) -> tuple[Tensor, Tensor]:
         sets = SamplingSets.of(call.sets.token_ids, call.sets.offsets, *where)
         add_set_statistics(replace(call, sets=sets), head, found)
     return found.log_probs.masked_fill(ids == IGNORE_INDEX, -torch.inf), ids
+
+
+implement("cpu", "head_top_k", _head_top_k, ["CompositeExplicitAutograd"])
 
 
 def _best(call: Call, logits: Tensor, k: int) -> Tensor:
