@@ -93,6 +93,19 @@ def test_divergences(source, code, support, beta):
     assert_exact(names, made, eval(code, made), truth)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["forward", "plain", "renormalised", "jsd"])
+def test_teachers_in_half_precision(name, dtype):
+    """As they are stored, with the loss of their values in float32."""
+    values, (source, code, *_) = [], CASES[name]
+    for kind in (dtype, torch.float32):
+        names = case()
+        names["teacher"] = names["teacher"].to(dtype).to(kind)
+        made = run(names, *[recipes.FORWARD] * (source == "JSD"), getattr(recipes, source))
+        values.append(eval(code, made))
+    assert torch.equal(*values)
+
+
 @pytest.mark.parametrize(("code", "of_set", "of_others"), recipes.TABLE)
 def test_table_of_gradients(code, of_set, of_others):
     names = {name: x[1:] if len(x) == N else x for name, x in case().items()}  # where P is not 0

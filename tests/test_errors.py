@@ -20,6 +20,7 @@ from bapo_kernels import (
     checks,
     find_clip_bounds,
     linear_log_probs,
+    linear_top_k,
     log_probs,
     reference,
 )
@@ -322,3 +323,25 @@ def test_missing_process_group_with_several_ranks_warns(ranks, monkeypatch):
         assert all("WORLD_SIZE is 2" in str(w.message) for w in messages)
         if call is not calls[1]:
             assert all(w.filename == __file__ for w in messages)
+
+
+def test_float64_is_slow_and_says_so_once():
+    labels, A = torch.arange(3), torch.ones(3)
+    x, weight = torch.randn(3, 4).double(), torch.randn(5, 4).double()
+    torch._dynamo.reset()
+    functions = {
+        bapo_loss: lambda **given: bapo_loss(x, labels, None, A, **given),
+        log_probs: lambda **given: log_probs(x, labels, **given),
+        "compiled": torch.compile(lambda **given: log_probs(x, labels, **given), backend="eager"),
+        bapo_linear_loss: lambda **given: bapo_linear_loss(x, weight, labels, None, A, **given),
+        linear_top_k: lambda **given: linear_top_k(x, weight, 2, **given),
+    }
+    for call in functions.values():
+        for backend in (None, "reference"):
+            checks.warn_once.cache_clear()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                call(backend=backend)
+                call(backend=backend)
+            messages = [w for w in caught if "float64 on the PyTorch reference" in str(w.message)]
+            assert len(messages) == (backend is None)

@@ -61,6 +61,8 @@ def choose(backend: str | None, tensor: torch.Tensor, name: str) -> str:
         backend = next(n for n in _UNASKED if _why_not_unasked(n, tensor, name) is None)
         if backend in ("triton", "reference") and tensor.dtype in _DTYPES:
             _warn_of_fallback(backend, tensor.device)
+        elif backend == "reference":
+            _warn_of_float64()
     elif backend not in NAMES:
         raise ValueError(f"backend must be None or one of {list(NAMES)}, got {backend!r}")
     elif (reason := why_not(backend, tensor, name)) is not None:
@@ -89,6 +91,14 @@ def why_not(backend: str, tensor: torch.Tensor, name: str) -> str | None:
 def _why_not_unasked(backend: str, tensor: torch.Tensor, name: str) -> str | None:
     reason = why_not(backend, tensor, name)
     return self_check.why_not(tensor.device) if backend == "cuda" and reason is None else reason
+
+
+@runs_while_traced
+def _warn_of_float64() -> None:
+    warn_once(
+        "bapo_kernels runs float64 on the PyTorch reference, many times slower than its kernels, "
+        "which take float32, bfloat16 and float16. backend='reference' avoids this warning."
+    )
 
 
 @runs_while_traced
