@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backends import choose
-from .checks import check_device, check_group, check_tensor, outside_inference_mode, refuse, require
+from .checks import (
+    check_device,
+    check_floating,
+    check_group,
+    outside_inference_mode,
+    refuse,
+    require,
+)
 from .config import GRID_FIELDS, BAPOConfig
 from .core.arguments.options import TokenOptions
 from .core.arguments.prepare import prepared
@@ -160,7 +167,7 @@ class ContributionHistogram:
             ValueError: the table has another shape, or sums that are not finite and >= 0. Nothing
                 changes then.
         """
-        check_tensor("table", table)
+        check_floating("table", table)
         empty = empty_table(self.config, table.device)
         rule = f"have shape {tuple(empty.shape)}, as the grids of config ask for"
         require(table.shape == empty.shape, "table", rule, tuple(table.shape))

@@ -22,6 +22,7 @@ _C: Any = torch._C
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PLAIN = (Tensor, torch.nn.Parameter)  # no subclass, so no DTensor
+_WRAPPERS = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")  # of torch, around one each
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OFFSETS = (torch.int32, torch.int64)
 INTEGERS = (
@@ -128,7 +129,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 def check_tensor(name: str, tensor: Any, sharded: bool = False) -> None:
     """Requires a dense tensor, local to this rank unless it may be ``sharded`` over several."""
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
         return
     require(isinstance(tensor, Tensor), name, "be a tensor", type(tensor).__name__)
     rule = "be a local tensor (.to_local() or .full_tensor())"
@@ -136,6 +137,17 @@ def check_tensor(name: str, tensor: Any, sharded: bool = False) -> None:
     is_masked = isinstance(tensor, torch.masked.MaskedTensor)
     require(not is_masked, name, "be an ordinary tensor (.to_tensor(value))", "a MaskedTensor")
     require(tensor.layout == torch.strided, name, "be a dense tensor", tensor.layout)
+    require(not tensor.is_nested, name, "be a dense tensor", "a nested tensor")
+    kind = type(tensor._local_tensor if is_dtensor(tensor) else tensor)
+    rule = "be an ordinary tensor (.dequantize() of a quantised one)"
+    require(not _holds_others(kind), name, rule, kind.__name__)
+
+
+@runs_while_traced
+def _holds_others(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class may hold others: around two, all but the last result is lost."""
+    known = kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not known
 
 
 def check_floating(name: str, tensor: Any, sharded: bool = False) -> None:

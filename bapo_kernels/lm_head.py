@@ -147,8 +147,8 @@ def _layer(model: Any) -> Any:
 
 def _linear(layer: Any) -> torch.nn.Linear:
     """The linear layer that a head applies, unwrapped from PEFT; anything else raises."""
-    kind = kind_of(layer)
-    layer = without_adapters(layer)
+    adapters, layer = layer, without_adapters(layer)
+    kind = " around ".join(dict.fromkeys(map(kind_of, (adapters, layer))))
     rule = "be a plain torch.nn.Linear" + OTHERWISE
     plain = isinstance(layer, torch.nn.Linear) and type(layer).forward is torch.nn.Linear.forward
     require(plain, "lm_head", rule, kind)

@@ -47,7 +47,8 @@ def without_adapters(layer: Any) -> Any:
     # Forward unmerges an adapter that is disabled.
     if layer.disable_adapters == layer.merged:
         kind = kind_of(layer)
-        require(kind == _LORA and not layer.merged, "lm_head", _RULE, kind)
+        got = f"{kind} around {kind_of(layer.get_base_layer())}"
+        require(kind == _LORA and not layer.merged, "lm_head", _RULE, got)
         reason = _more_than_lora(layer)
         require(not reason, "lm_head", _RULE, f"{kind} {reason}")
     return layer.get_base_layer()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 from bapo_kernels import (
     BAPOConfig,
@@ -28,6 +29,7 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
+from bapo_kernels.bounds import empty_table
 from bapo_kernels.core.arguments import options
 from bapo_kernels.debug import check_inputs
 
@@ -109,6 +111,20 @@ def dtensor(value):
     return DTensor.from_local(value, init_device_mesh("cpu", (1,)))
 
 
+class Packed(torch.Tensor):
+    """As torchao's: it says float32 and holds int8, and has hardly any operator."""
+
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
+            return Packed(args[0])
+        raise NotImplementedError(f"{function} of a Packed")
+
+
 DTYPES = {
     str(dtype).removeprefix("torch."): lambda x, dtype=dtype: x.float().to(dtype)
     for dtype in (torch.bool, torch.int32, torch.complex64, torch.float8_e4m3fn, torch.float32)
@@ -127,6 +143,11 @@ KINDS = {
     "meta": lambda x: x.to("meta"),
     "sparse": lambda x: x.to_sparse(),
     "DTensor": dtensor,
+    "nested": lambda x: torch.nested.nested_tensor([x[None]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x[None]], layout=torch.jagged),
+    "packed": Packed,
+    "sharded packed": lambda x: dtensor(Packed(x)),
+    "pair": lambda x: TwoTensor(x, x.clone()),
     "masked": lambda x: torch.masked.masked_tensor(x, x == x),
     "list": lambda x: x.tolist(),
     "ndarray": lambda x: x.numpy(),
@@ -199,7 +220,7 @@ def _one_rank():
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:.*(quantized|MaskedTensor):UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(quantized|MaskedTensor|nested):UserWarning")
 @pytest.mark.parametrize(("name", "argument"), CELLS)
 def test_kinds(name, argument):
     function, packed = FUNCTIONS[name], argument == "cu_seqlens"
@@ -221,6 +242,26 @@ def test_kinds(name, argument):
         assert found, (kind, message)
         names = right if kind == "meta" or kind in SHAPES else [argument]
         assert found[1].split(".")[0] in names, (kind, message)
+
+
+IDS = torch.arange(4)
+KEPT = {  # by the argument, what keeps it, and a right value
+    "token_ids": (SamplingMask.from_padded, IDS),
+    "allowed": (SamplingMask.from_bool, IDS > 1),
+    "counts": (partial(SamplingMask.from_counts, IDS), torch.tensor([3, 1])),
+    "offsets": (partial(SamplingMask, IDS), torch.tensor([0, 4])),
+    "table": (ContributionHistogram().load, empty_table(BAPOConfig(), "cpu")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantized|MaskedTensor|nested):UserWarning")
+@pytest.mark.parametrize("name", KEPT)
+def test_kinds_of_what_is_kept(name):
+    function, value = KEPT[name]
+    function(value)
+    for kind in KINDS.keys() - DTYPES.keys() - SHAPES.keys() - {"meta", "inference"}:
+        with pytest.raises(ValueError, match=rf"^{name} must (.|\n)+, got "):
+            function(KINDS[kind](value))
 
 
 TRAINED = {"logits", "hidden_states", "lm_head_weight", "bias", "log_probs", "entropy"}

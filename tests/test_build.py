@@ -190,6 +190,23 @@ def test_reason_where_the_gpu_has_no_kernels(monkeypatch, targets, gpu, driver, 
     native._not_built_for.cache_clear()
 
 
+@pytest.mark.parametrize("version", ["3.4.0", "3.5.1+rocm7", "3.6.0", "3.10.0", None])
+def test_an_old_triton_is_not_imported(monkeypatch, tmp_path, version):
+    """A file that raises stands for it."""
+    if version:
+        (tmp_path / "triton.py").write_text(f"__version__ = '{version}'\nraise ImportError")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    for cached in (backends.triton.why_not, backends.triton._why_no_triton):
+        monkeypatch.setattr(backends.triton, cached.__name__, cached.__wrapped__)
+    monkeypatch.setattr(backends.triton, "INTERPRETED", True)  # which asks for no GPU
+    old = f"triton must be 3.6 or later, got {version}"
+    told = {"3.6.0": None, "3.10.0": None, None: "triton is not installed"}.get(version, old)
+    assert bapo_kernels.available_backends()["triton"] == told
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert told is None or not backends.triton._is_interpreted()
+
+
 @pytest.fixture
 def hidden(monkeypatch):
     """No kernels can run, and no warning has been given yet."""
@@ -201,8 +218,8 @@ def hidden(monkeypatch):
     checks.warn_once.cache_clear()
 
 
-def row(**options):
-    return torch.zeros(1, 5, **options), torch.tensor([2])
+def row():
+    return torch.zeros(1, 5), torch.tensor([2])
 
 
 @pytest.mark.usefixtures("hidden")
@@ -211,7 +228,6 @@ def test_fallback_to_the_reference_warns_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bapo_kernels.log_probs(*row(), backend="reference")
-        bapo_kernels.log_probs(*row(dtype=torch.float64))
     reason = r"none of them can run on cpu here \(cpu: no library\).*pip install --no-build-isol"
     with pytest.warns(UserWarning, match=reason) as warned:
         _ = [bapo_kernels.log_probs(*row()) for _ in range(2)]

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import bapo_kernels
 from bapo_kernels import available_backends
+from bapo_kernels.backends import native, triton
 from bapo_kernels.core import autograd, rows, tokens
 from bapo_kernels.core.head import sets
 from bapo_kernels.tools import processes, validate
@@ -310,11 +311,16 @@ def test_all_sizes_of_clusters_have_cases():
 @pytest.mark.parametrize(("required", "status"), [("cpu", 0), ("cuda", 1)])
 def test_backends_that_are_not_checked_are_named(monkeypatch, required, status):
     made_up(monkeypatch, first=GOOD)
-    monkeypatch.setattr(validate, "why_not", lambda name, *_: f"no {name} here")
+    for asked in (native, "why_no_cuda"), (triton, "why_not"):
+        monkeypatch.setattr(*asked, lambda: None)  # a driver has counted a GPU
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    reason = f"(CUDA of torch {torch.__version__} does not start)"
+    assert reason in error_of("validate", "--device", "cuda")
     options = "--dtype", "bfloat16", "--limit", "0", "--require", required
     done = run("validate", "--device", "cpu", *options)
     told = [line for line in done.stdout.splitlines() if "closest" not in line]
-    left = "not checked: cuda (no cuda here), triton (no triton here)"
+    left = f"not checked: cuda {reason}, triton {reason}"
     plan = ["1 cases of cpu on cpu, without a limit", left]
     required = ["required, but not checked: cuda"] * status
     assert told == [*plan, "1 checks, 0 failed", left, *required]
@@ -357,6 +363,7 @@ def test_options_that_are_refused(command):
 
 def test_no_backend_to_check_is_an_error(monkeypatch):
     monkeypatch.setattr(validate, "why_not", lambda name, *_: f"no {name} here")
+    monkeypatch.setattr(validate, "available_backends", dict)
     reasons = "cuda: no cuda here; triton: no triton here; cpu: no cpu here"
     told = error_of("validate", "--device", "cpu")
     assert f"no backend can run on cpu: {reasons}" in told

@@ -710,19 +710,37 @@ class Named(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize("kind", [Named, torch.nn.Parameter, AsyncCollectiveTensor])
-def test_subclasses(call, kind):
+class Observed(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Weight(torch.nn.Parameter):
+    pass
+
+
+KINDS = [Named, Observed, torch.nn.Parameter, Weight, AsyncCollectiveTensor]
+COMPILED = pytest.param(True, marks=[pytest.mark.compile, pytest.mark.slow])
+
+
+@pytest.mark.parametrize("compiled", [False, COMPILED])
+@pytest.mark.parametrize("kind", KINDS)
+def test_subclasses(call, kind, compiled):
     """The last kind has no memory of its own: it is the result of a collective that may run."""
+    named, parameter = kind in (Named, Observed), issubclass(kind, torch.nn.Parameter)
     for name, leaf in call.x.items():
-        leaf = leaf.detach().as_subclass(Named if kind is Named else torch.Tensor)
-        leaf = torch.nn.Parameter(leaf) if kind is torch.nn.Parameter else leaf
-        call.x[name] = leaf.requires_grad_()
-    if kind is not torch.nn.Parameter:
-        for name in TOKENS:
-            values = getattr(call.case, name)
-            wrapped = values.as_subclass(Named) if kind is Named else kind(values)
-            setattr(call.case, name, wrapped)
+        leaf = leaf.detach().as_subclass(kind if named else torch.Tensor)
+        call.x[name] = kind(leaf) if parameter else leaf.requires_grad_()
+    for name in TOKENS if not parameter else ():
+        values = getattr(call.case, name)
+        setattr(call.case, name, values.as_subclass(kind) if named else kind(values))
     value = call()
+    if compiled:
+        torch.compiler.reset()
+        step = torch.compile(lambda: call(), fullgraph=True, backend="eager")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            value = [step() for _ in range(2)][-1]
     value.sum().backward()
     for got, same in zip([value, *call.gradients()], call.plain, strict=True):
         assert same is None or torch.equal(got, same)

@@ -127,8 +127,11 @@ def _told(check: Check) -> str:
 
 
 def _device(name: Device | None) -> str:
+    from .validate import why_not_on
+
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device must be one that torch can use, got 'cuda'")
+        reason = why_not_on("cpu")["cuda"]
+        raise ValueError(f"device must be one that torch can use, got 'cuda' ({reason})")
     return name or ("cuda" if torch.cuda.is_available() else "cpu")
 
 

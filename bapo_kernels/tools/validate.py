@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..backends import NAMES, choose, triton, why_not
+from ..backends import NAMES, available_backends, choose, triton, why_not
 from ..bounds import find_clip_bounds
 from ..config import BAPOConfig
 from ..debug import environment
@@ -125,7 +125,8 @@ def machine(device: str) -> dict[str, Any]:
 def why_not_on(device: str) -> dict[str, str | None]:
     """The reason why each backend with kernels cannot run on a device; ``None`` if it can."""
     tensor = torch.empty(0, device=device)
-    return {name: why_not(name, tensor, "tensors") for name in CANDIDATES}
+    here = {} if torch.cuda.is_available() else available_backends()  # as CUDA has not started
+    return {name: here.get(name) or why_not(name, tensor, "tensors") for name in CANDIDATES}
 
 
 def runnable(device: str, names: Sequence[str] | None) -> list[str]:

@@ -9,20 +9,34 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from ...core.operators import SCHEMAS, implement
+
+
+@cache
+def _why_no_triton() -> str | None:
+    """Why Triton must not be imported: it is absent, or, as its file says, too old."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return "triton is not installed"
+    found = re.search(r"__version__ = ['\"](.+?)['\"]", Path(spec.origin).read_text())
+    too_old = found and TorchVersion(found[1]) < "3.6"  # 3.4 fails at the first call
+    return f"triton must be 3.6 or later, got {found[1]}" if found and too_old else None
 
 
 def _is_interpreted() -> bool:
     """Whether Triton interprets kernels, by its own rule; rarely needs its slow import."""
     may_be = "TRITON_INTERPRET" in os.environ or "triton" in sys.modules
-    if not may_be or importlib.util.find_spec("triton") is None:
+    if not may_be or _why_no_triton() is not None:
         return False
     from triton import knobs
 
@@ -35,8 +49,8 @@ INTERPRETED = _is_interpreted()
 @cache
 def why_not() -> str | None:
     """Why the backend cannot run on this machine, or ``None``; asks for GPUs."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+    if (reason := _why_no_triton()) is not None:
+        return reason
     if not INTERPRETED and torch.cuda.device_count() == 0:
         return "no GPU that torch can use, and TRITON_INTERPRET is not 1"
     return None

@@ -207,6 +207,9 @@ def token_arguments(
     **options: Unpack[LossOptions],
 ) -> Arguments:
     """Checks the arguments of a loss on given log-probs, or of a search alone."""
+    if for_search and not torch.compiler.is_compiling():
+        given = dict(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
+        _check_not_mapped(given | dict(response_mask=response_mask, **options))
     check_floating("log_probs", log_probs)
     needed = not for_search and single.config_or_default(options.get("config")).entropy_coef
     rule = "be given when config.entropy_coef is not 0"
@@ -215,6 +218,16 @@ def token_arguments(
         check_like("entropy", entropy, log_probs, "log_probs")
     batch = old_log_probs, advantages, response_mask
     return loss_arguments(log_probs, *batch, for_search=for_search, **options)
+
+
+def _check_not_mapped(arguments: dict[str, Any]) -> None:
+    """Requires tensors that ``torch.func.vmap`` does not map, inside of any other transform."""
+    functorch: Any = torch._C._functorch
+    for name, value in arguments.items():
+        while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
+            rule = "not be mapped by torch.func.vmap (call each search in a loop)"
+            require(not functorch.is_batchedtensor(value), name, rule, "a mapped tensor")
+            value = functorch.get_unwrapped(value)
 
 
 # The argument that holds the divisor of a mode's mean.
