@@ -66,6 +66,7 @@ class ContributionHistogram:
         self.config = config_or_default(config)
         check_search(self.config)
         self.table: Tensor | None = None if device is None else empty_table(self.config, device)
+        self._is_placed = device is not None
         self._solved: tuple[Tensor, Tensor, BAPOConfig] | None = None
 
     def update(
@@ -87,16 +88,15 @@ class ContributionHistogram:
         config = self.config
         arguments = token_arguments(log_probs, *batch, config=config, for_search=True, **options)
         backend = choose(None, log_probs, "log_probs")
-        if self.table is None:
-            self.table = empty_table(self.config, log_probs.device)
-        check_device("log_probs", log_probs, self.table, "the histogram")
+        table, self._is_placed = self._table_on(log_probs.device), True
+        check_device("log_probs", log_probs, table, "the histogram")
         if backend == "reference":
             tokens = *batch, rollout_log_probs, None, cu_seqlens
-            self.table += contribution_table(self.config, log_probs, *tokens)
+            table += contribution_table(self.config, log_probs, *tokens)
         else:
             call = prepared(backend, arguments)
             flat = log_probs.detach().double().reshape(-1)
-            self.table += contributions(with_log_ratios(call, flat), flat)[0]
+            table += contributions(with_log_ratios(call, flat), flat)[0]
         return self
 
     @outside_inference_mode
@@ -120,17 +120,16 @@ class ContributionHistogram:
             mine, other = getattr(self.config, name), getattr(config, name)
             if mine != other:
                 refuse(f"config.{name}", f"be that of the histogram ({mine!r})", repr(other))
-        if self.table is None:
-            self.table = empty_table(self.config, device_of_tables(process_group))
-        backend = choose(None, self.table.new_empty(0, dtype=torch.float32), "table")
-        table = self.table[None]
+        table = self._table_on(device_of_tables(process_group))
+        backend = choose(None, table.new_empty(0, dtype=torch.float32), "table")
+        rows = table[None]
         if process_group is not None:
-            check_ranks("solve", None, config, self.table, process_group)
-            table = rows_of_ranks(self.table, process_group)
+            check_ranks("solve", None, config, table, process_group)
+            rows = rows_of_ranks(table, process_group)
         if backend == "reference":
-            bounds, masses = solve_table(config, table.sum(0))
+            bounds, masses = solve_table(config, rows.sum(0))
         else:
-            bounds, masses = solve(backend, table, config.options)
+            bounds, masses = solve(backend, rows, config.options)
         self._solved = bounds, masses, config
         return ClipBounds(*bounds.unbind())
 
@@ -174,6 +173,15 @@ class ContributionHistogram:
         bad = table[~((table >= 0) & (table < torch.inf))].tolist()
         require(not bad, "table", "have sums that are finite and >= 0", bad[:1])
         self.table = (empty if self.table is None else self.table).copy_(table)
+
+    @outside_inference_mode
+    def _table_on(self, device: torch.device | None) -> Tensor:
+        """The sums, which loaded ones follow to the device of the first update."""
+        if self.table is None:
+            self.table = empty_table(self.config, device or "cpu")
+        elif device is not None and not self._is_placed:
+            self.table = self.table.to(device)
+        return self.table
 
 
 def find_clip_bounds(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .bounds import SEARCH_METRICS, TABLE_FIELDS, ContributionHistogram
+from .bounds import SEARCH_METRICS, TABLE_FIELDS, ContributionHistogram, empty_table
 from .checks import check_group, outside_inference_mode, require
 from .config import BAPOConfig
 from .core.arguments.single import config_or_default
@@ -153,37 +153,51 @@ class ClipBoundSearch:
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """Scope, bounds and their metrics, and the sums gathered since the last decision."""
-        return dict(
+        """Scope, bounds and their metrics, and the sums gathered since the last decision.
+
+        Every name is there from the start, and sums are under the rank that gathered them:
+        ``torch.distributed.checkpoint`` loads the names that a new search has, and of a name that
+        several ranks have it saves one.
+        """
+        state: dict[str, Any] = dict(
             scope=self.scope,
             config={name: getattr(self.config, name) for name in TABLE_FIELDS},
             bounds=None if self._bounds is None else [float(bound) for bound in self._bounds],
-            metrics={name: float(value) for name, value in self._metrics.items()},
-            table=None if self._table is None else self._table.clone(),
-            undecided=self._undecided,
+            metrics={name: float(self._metrics.get(name, torch.nan)) for name in SEARCH_METRICS},
+            ranks={},
         )
+        if self.histogram is not None:
+            table = empty_table(self.config, "cpu") if self._table is None else self._table.clone()
+            state["ranks"][self._rank] = dict(table=table, undecided=self._undecided)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a :meth:`state_dict`.
+        """Continues from a :meth:`state_dict`, without sums if it has none of this rank.
 
         Raises:
             ValueError: it is no such state; its scope, grids, ``token_weight``, ``contribution`` or
                 ``ratio_level`` differ; or its sums are not finite and >= 0. Nothing changes then.
         """
         got = list(state) if isinstance(state, Mapping) else type(state).__name__
-        is_state = {"scope", "bounds", "table"} <= set(got)
+        is_state = {"scope", "bounds"} <= set(got)
         require(is_state, "state", "be what state_dict() returned", got)
         rule = "be {!r} in the state too"
         require(state["scope"] == self.scope, "scope", (rule, self.scope), repr(state["scope"]))
         for name, value in state.get("config", {}).items():
             mine = getattr(self.config, name)
             require(value == mine, f"config.{name}", (rule, mine), repr(value))
-        if self.histogram is not None and state["table"] is not None:
-            self.histogram.load(state["table"])
+        # Earlier states are those of one rank, without a table before its first update.
+        mine = state.get("ranks", {self._rank: state}).get(self._rank, {})
+        if self.histogram is not None and mine.get("table") is not None:
+            self.histogram.load(mine["table"])
         elif self.histogram is not None:
             self.histogram.reset()
-        self._undecided = bool(state.get("undecided"))
+        self._undecided = bool(mine.get("undecided"))
         self._decide(state["bounds"], state.get("metrics") or {})
+
+    @property
+    def _rank(self) -> str:
+        return str(dist.get_rank(self.process_group) if self.process_group is not None else 0)
 
     @property
     def _table(self) -> Tensor | None:
@@ -192,11 +206,12 @@ class ClipBoundSearch:
     @outside_inference_mode
     def _decide(self, bounds: Sequence[float] | None, metrics: dict[str, float]) -> None:
         """Sets a decision; NaN is a metric that is not known, and without any there are none."""
-        device = None if self._table is None else self._table.device
+        device = "cpu" if self._table is None else self._table.device
 
         def tensors(values: Sequence[float]) -> tuple[Tensor, ...]:
             return torch.tensor(values, dtype=torch.float32, device=device).unbind()
 
         self._bounds = None if bounds is None else ClipBounds(*tensors(bounds))
         known = tensors([metrics.get(name, torch.nan) for name in SEARCH_METRICS])
-        self._metrics = dict(zip(SEARCH_METRICS, known, strict=True)) if metrics else {}
+        decided = bounds is not None and metrics
+        self._metrics = dict(zip(SEARCH_METRICS, known, strict=True)) if decided else {}

@@ -129,9 +129,12 @@ def test_first_decision_of_a_rank_without_tokens(backend, monkeypatch):
         for backends in ("cpu:gloo,cuda:gloo", "cuda:nccl", "cpu:gloo,cuda:nccl"):
             monkeypatch.setattr(dist, "get_backend_config", lambda group, of=backends: of)
             search = ClipBoundSearch(scope="step", process_group=dist.group.WORLD)
+            search.histogram.table = torch.zeros(54, dtype=torch.float64)  # as of a checkpoint
             search.step()
             device = "cuda" if "nccl" in backends else "cpu"
             assert search.bounds.upper.device.type == device, backends
+            search.update(*tokens(B, S)[1:])
+            assert search.histogram.table.device.type == "cuda"
     finally:
         dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from world import grid, whole_tensor
+from world import grid, resumed, whole_tensor
 
 import bapo_kernels
 from bapo_kernels import BAPOConfig, ClipBoundSearch, bapo_linear_loss, bapo_loss, linear_log_probs
@@ -220,7 +220,7 @@ def test_every_rank_of_a_grid_raises(worlds, fact):
     worlds(4).run(grid_rank, fact)
 
 
-def scopes_rank(rank, scope, statistics):
+def scopes_rank(rank, scope, statistics, folder):
     """Rank r has MICRO_BATCHES[r] micro-batches."""
     case = whole_case()
     config, group = case.options["config"], dist.group.WORLD
@@ -232,20 +232,19 @@ def scopes_rank(rank, scope, statistics):
         search.update(log_probs, old, advantages, mask.bool() & (labels != -100))
 
     decided = []
-    for _ in range(2):
+    for i in range(2):
         if scope == "step":
             for logits, *arguments in mine:
                 with torch.no_grad():
                     gather(bapo_kernels.log_probs(logits, arguments[0])[0], *arguments)
+            search = resumed(search, folder / f"in step {i}")
             search.step()
         for logits, *arguments in mine:
             out = bapo_loss(logits, *arguments, statistics=statistics, **search.options)
             decided.append([float(b) for b in out.bounds])
             if scope == "lagged":
                 gather(out.log_probs, *arguments)
-        state = search.state_dict()
-        search = ClipBoundSearch(config, scope, group)  # resumed
-        search.load_state_dict(state)
+        search = resumed(search, folder / str(i))
         if scope == "lagged":
             search.step()
     return decided
@@ -253,8 +252,8 @@ def scopes_rank(rank, scope, statistics):
 
 @pytest.mark.parametrize("statistics", ["all", "live"])
 @pytest.mark.parametrize("scope", ["step", "lagged"])
-def test_scopes_with_unequal_micro_batches(worlds, scope, statistics):
-    results = worlds(4).run(scopes_rank, scope, statistics)
+def test_scopes_with_unequal_micro_batches(worlds, scope, statistics, tmp_path):
+    results = worlds(4).run(scopes_rank, scope, statistics, tmp_path)
     truth = run_reference(whole_case(), torch.float64).output
     expected = [b.float().item() for b in truth.bounds]
     start = [torch.tensor(b).item() for b in (0.6, 1.2)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accuracy import assert_rounded
 from helpers import PTX, needs_native
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from world import grid
+from world import grid, resumed
 
 from bapo_kernels import (
     BAPOConfig,
@@ -367,8 +367,19 @@ def test_metrics_of_a_search_object():
     for of_search in (search.metrics, saved.metrics):
         assert of_search == {name: expected[name] for name in start}
     step = ClipBoundSearch(config, "step")
-    step.load_state_dict(ClipBoundSearch(config, "step").state_dict())
+    step.load_state_dict(dict(scope="step", bounds=None, metrics={}, table=None))  # an earlier one
     assert step.metrics == {}
+
+
+@pytest.mark.parametrize("scope", ["call", "step", "lagged"])
+def test_a_new_search_continues_from_a_checkpoint(scope, tmp_path):
+    """Before, in and after a step."""
+    search, expected = ClipBoundSearch(scope=scope), ClipBoundSearch(scope=scope)
+    for i in range(6):
+        search = resumed(search, tmp_path / str(i))
+        for each in (search, expected):
+            each.step() if i % 3 == 2 else each.update(*TOKENS)
+        assert repr(search.state_dict()) == repr(expected.state_dict())
 
 
 @pytest.mark.parametrize("scope", ["step", "lagged"])
@@ -383,7 +394,8 @@ def test_a_search_in_inference_mode(scope):
         search.step()
         search.update(*TOKENS)
         loaded = ClipBoundSearch(scope=scope)
-        loaded.load_state_dict(search.state_dict())
+        state = search.state_dict()
+        loaded.load_state_dict(state | state.pop("ranks")["0"])  # as before sums had a rank
     log_probs = TOKENS[0].clone().requires_grad_()
     for each in (search, loaded):
         each.update(*TOKENS)
@@ -433,7 +445,10 @@ BAD_STATES = {
     "config.token_weight must be 'rollout_prob' in the state too, got 'uniform'": lambda state: (
         state | {"config": {"token_weight": "uniform"}}
     ),
-    **{m: (lambda state, table=table: state | {"table": table}) for m, table in BAD_TABLES.items()},
+    **{
+        m: (lambda state, table=table: state | {"ranks": {"0": {"table": table}}})
+        for m, table in BAD_TABLES.items()
+    },
 }
 
 
@@ -445,11 +460,11 @@ def test_a_state_that_is_refused_changes_nothing(message):
     search.step()
     search.update(*TOKENS)
     before = search.state_dict()
-    assert before["table"].any()
+    assert before["ranks"]["0"]["table"].any()
     with pytest.raises(ValueError, match=message):
         search.load_state_dict(BAD_STATES[message](search.state_dict()))
     after = search.state_dict()
-    assert torch.equal(before.pop("table"), after.pop("table"))
+    assert torch.equal(*(state["ranks"]["0"].pop("table") for state in (before, after)))
     assert before == after
     if message in BAD_TABLES:
         histogram = ContributionHistogram()

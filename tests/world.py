@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +22,17 @@ def grid(data: int, tensor: int, device: str = "cpu") -> DeviceMesh:
     """A data x tensor parallel mesh; cached, because an idle gloo group polls its sockets."""
     ranks = torch.arange(data * tensor).view(data, tensor)
     return DeviceMesh(device, ranks, mesh_dim_names=("data", "tensor"))
+
+
+def resumed(search, folder):
+    """A new search with what this one has saved in a checkpoint."""
+    group = search.process_group
+    other = type(search)(search.config, search.scope, group)
+    dcp.save({"search": search}, checkpoint_id=folder, no_dist=group is None)
+    dcp.load({"search": other}, checkpoint_id=folder, no_dist=group is None)
+    before, after = (repr((each.metrics, each.state_dict())) for each in (search, other))
+    assert before == after
+    return other
 
 
 def whole_tensor(x):

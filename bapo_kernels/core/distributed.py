@@ -29,11 +29,11 @@ def rows_of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return rows
 
 
-def device_of_tables(group: dist.ProcessGroup | None) -> torch.device:
+def device_of_tables(group: dist.ProcessGroup | None) -> torch.device | None:
     """The device for the table of a rank that had no tokens: NCCL adds tables of GPUs alone."""
     if group is not None and "nccl" in dist.get_backend_config(group):
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.get_default_device()
+    return None
 
 
 def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
