@@ -38,9 +38,13 @@ test: build/test_env/installed $(LIBRARY)
 
 # Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging. Without a GPU
 # Triton's tests have a stage of their own, as PTX (`ptx`), one case each, where files take turns with
-# sm_90 and sm_100; CUDA's here as that for sm_90.
+# sm_90 and sm_100; CUDA's here as that for sm_90. Then some with a default device that is not the
+# arguments'.
 test-all: .venv/built
 	EMULATE_ARCH=90 $(PYTEST) -m "not repeated and not exhaustive" --hypothesis-profile quick
+	$(PYTEST) --default-device meta -m "not slow and not compile" --hypothesis-profile quick \
+	  -k "not triton" $(foreach name,loss search sampling_mask debug,tests/test_$(name).py) \
+	  tests/frameworks/test_lm_head.py
 	TRITON_PTX="90 100" $(PTX) -m "not slow and not repeated"
 
 # The other cases of what `make test-all` has a part of, such as targets of compilers, emulated devices

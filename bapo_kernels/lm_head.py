@@ -218,18 +218,19 @@ def _measured(whole: Any, base: Any, decoder_name: str) -> tuple[float, float | 
     decoder, layer = base.get_submodule(decoder_name), base.get_output_embeddings()
     V, H = (linear := _linear(layer)).out_features, linear.in_features
     T = len(_PROBES)
-    tokens = torch.zeros(1, T, dtype=torch.int64)
-    hidden = (torch.arange(float(T * H)) % 17 - 8).view(1, T, H)  # exact in any dtype
+    hidden = torch.arange(float(T * H), device="cpu").view(1, T, H) % 17 - 8  # exact in any dtype
+    tokens = hidden.new_zeros(1, T, dtype=torch.int64)
     # Each column has its own probes, the first all of them in order: its digits to the base T.
-    t, v = torch.arange(T)[:, None], torch.arange(V)
-    probes = torch.tensor(_PROBES, dtype=torch.float64)[(t + v // T**t) % T]
+    t, v = torch.arange(T, device="cpu")[:, None], torch.arange(V, device="cpu")
+    probes = torch.tensor(_PROBES, dtype=torch.float64, device="cpu")[(t + v // T**t) % T]
     z = (probes * (1 - 2 * ((t + v) % 2)))[None]
     # The model may write into what the stand-ins return, hence the copies.
     for_decoder, for_head = _StandIn(decoder, _Hidden([hidden.clone()])), _StandIn(layer, z.clone())
     # Otherwise a compiled forward would be compiled again.
     dynamo = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if dynamo else nullcontext()
-    with _replaced(whole, for_decoder, for_head), torch.enable_grad(), eager:
+    cpu = torch.device("cpu")  # for what the forward makes, also inside of another default
+    with _replaced(whole, for_decoder, for_head), torch.enable_grad(), eager, cpu:
         logits = whole.forward(input_ids=tokens).logits
 
     times = len(for_decoder.calls), len(for_head.calls)

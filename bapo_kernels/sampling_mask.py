@@ -97,7 +97,7 @@ class SamplingMask:
             SamplingMask(token_ids=tensor([7, 3, 5]), offsets=tensor([0, 2, 2, 3]))
         """
         rows = [_row_of(n, ids) for n, ids in enumerate(sets)]
-        counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        counts = torch.tensor([len(row) for row in rows], dtype=torch.int64, device="cpu")
         return cls.from_counts(torch.cat([counts[:0], *rows]), counts).to(device or "cpu")
 
     @classmethod
@@ -216,9 +216,9 @@ class SamplingMask:
 def _row_of(n: int, ids: Any) -> Tensor:
     """The ids of row ``n``."""
     try:
-        row = torch.tensor(list(ids))  # without a dtype, so that others than integers are refused
+        row = torch.tensor(list(ids), device="cpu")  # no dtype: others than integers are refused
     except (TypeError, ValueError, RuntimeError):
-        row = torch.empty(())
+        row = torch.empty((), device="cpu")
     if row.ndim != 1 or (len(row) and row.dtype not in (torch.int32, torch.int64)):
         rule = "have a list of int64 ids for each row (of lists per request, pass sum(sets, []))"
         refuse("sets", rule, f"{reprlib.repr(ids)} at ({n},)")

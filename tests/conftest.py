@@ -1,6 +1,7 @@
 import gc
 import getpass
 import os
+import sys
 import tempfile
 from contextlib import ExitStack, nullcontext
 from functools import cache
@@ -30,7 +31,9 @@ from helpers import (
     poisoned_memory,
 )
 from hypothesis import settings
+from torch.utils._device import DeviceContext
 
+import bapo_kernels
 from bapo_kernels import available_backends
 from bapo_kernels.tools.sum_order import SumOrder
 
@@ -54,6 +57,7 @@ def pytest_addoption(parser):
         "--sum-order", type=int, metavar="SEED", help="PyTorch's sums in another order"
     )
     parser.addoption("--poisoned", action="store_true", help="memory is full of NaN at first")
+    parser.addoption("--default-device", help="PyTorch's, for what the package makes")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -187,4 +191,23 @@ def poisoned(request):
     asked = request.config.getoption("poisoned")
     eager = request.node.get_closest_marker("compile") is None
     with poisoned_memory() if asked and eager else nullcontext():
+        yield
+
+
+PACKAGE = os.path.join(os.path.dirname(bapo_kernels.__file__), "")
+
+
+class DefaultDevice(DeviceContext):
+    """PyTorch's default device, for calls from the package; a test's own tensors are on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if sys._getframe(1).f_code.co_filename.startswith(PACKAGE):
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def default_device(request):
+    device = request.config.getoption("default_device")
+    with DefaultDevice(device) if device else nullcontext():
         yield

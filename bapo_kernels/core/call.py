@@ -32,7 +32,7 @@ class Sequences(NamedTuple):
     def sequence_ids(self, N: int) -> Tensor:
         """The sequence of each of ``N`` tokens; behind the last offset the number of sequences."""
         if self.cu_seqlens is None:
-            return torch.arange(N) // max(self.length, 1)
+            return torch.arange(N, device="cpu") // max(self.length, 1)
         positions = torch.arange(N, device=self.cu_seqlens.device)
         return torch.bucketize(positions, self.cu_seqlens[1:].long(), right=True)
 

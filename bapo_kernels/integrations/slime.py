@@ -157,7 +157,7 @@ def _options(config: BAPOConfig, given: dict[str, Tensor], lengths: list[int]) -
     """The arguments of a loss of this package, for sequences of these lengths."""
     starts = None
     if config.ratio_level == "sequence":
-        starts = torch.tensor([0, *lengths]).cumsum(0)
+        starts = torch.tensor([0, *lengths], device="cpu").cumsum(0)
         starts = on_device(starts, given["advantages"].device)
     return dict(old_log_probs=None, config=config, cu_seqlens=starts) | given
 

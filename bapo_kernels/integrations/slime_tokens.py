@@ -84,14 +84,15 @@ def response_tokens(
     size, rank, group = mpu.get_context_parallel_world_size(), 0, None
     if size > 1:
         rank, group = mpu.get_context_parallel_rank(), mpu.get_context_parallel_group()
-    totals, responses = (torch.tensor(batch[f"{name}_lengths"]) for name in ("total", "response"))
+    lengths = batch["total_lengths"], batch["response_lengths"]
+    totals, responses = (torch.tensor(each, device="cpu") for each in lengths)
     chunks = -(-totals // (2 * size)) if size > 1 else totals
     starts = totals.cumsum(0) - totals
     row_starts = starts if size == 1 else 2 * (chunks.cumsum(0) - chunks)
 
     sample = torch.repeat_interleave(responses)
     before_response = totals - responses.cumsum(0) - 1
-    at = torch.arange(len(sample)) + before_response[sample]  # predicts the next token
+    at = torch.arange(len(sample), device="cpu") + before_response[sample]  # predicts the next
     chunk, offset = at // chunks[sample], at % chunks[sample]
     mirrored = chunk == 2 * size - 1 - rank
     mine = (chunk == rank) | mirrored

@@ -309,7 +309,7 @@ def aggregated(
     if mode == "token-mean":
         tokens = unmasked.sum().clamp(min=1)
         if batch_num_tokens is not None:
-            tokens = _valid_count(batch_num_tokens, values.dtype)
+            tokens = _valid_count(batch_num_tokens, values)
         return values.sum() / tokens * dp_size
 
     if cu_seqlens is not None:
@@ -322,15 +322,15 @@ def aggregated(
         sums = sums / counts.clamp(min=1)
     sequences = (counts > 0).sum().clamp(min=1)
     if global_batch_size is not None:
-        sequences = _valid_count(global_batch_size, values.dtype)
+        sequences = _valid_count(global_batch_size, values)
     loss = sums.sum() / sequences * dp_size
     if mode == "seq-mean-token-sum-norm":
         loss = loss / (config.loss_scale_factor or max(values.shape[-1], 1))
     return loss
 
 
-def _valid_count(count: float | Tensor, dtype: torch.dtype) -> Tensor:
-    count = torch.as_tensor(count, dtype=dtype).reshape(())
+def _valid_count(count: float | Tensor, like: Tensor) -> Tensor:
+    count = torch.as_tensor(count, dtype=like.dtype, device=like.device).reshape(())
     return torch.where((count > 0) & (count < torch.inf), count, torch.nan)
 
 

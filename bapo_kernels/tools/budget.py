@@ -131,8 +131,8 @@ def make_case(
     g = torch.Generator().manual_seed(seed)
     config = config or BAPOConfig()
     if logits is None:
-        logits = (spread * torch.randn(*shape, V, generator=g)).to(dtype)
-    labels = torch.randint(0, V, shape, generator=g)
+        logits = (spread * torch.randn(*shape, V, generator=g, device="cpu")).to(dtype)
+    labels = torch.randint(0, V, shape, generator=g, device="cpu")
     logp, _ = reference.log_probs(
         logits.double(),
         labels,
@@ -140,11 +140,11 @@ def make_case(
         logit_scale=config.logit_scale,
         final_logit_softcapping=config.final_logit_softcapping,
     )
-    old = (logp + staleness * torch.randn(shape, generator=g)).float()
-    advantages = torch.randn(shape, generator=g)
-    advantages[torch.rand(shape, generator=g) < idle] = 0.0
-    mask = torch.rand(shape, generator=g) >= masked
-    labels[torch.rand(shape, generator=g) < 0.05] = IGNORE_INDEX
+    old = (logp + staleness * torch.randn(shape, generator=g, device="cpu")).float()
+    advantages = torch.randn(shape, generator=g, device="cpu")
+    advantages[torch.rand(shape, generator=g, device="cpu") < idle] = 0.0
+    mask = torch.rand(shape, generator=g, device="cpu") >= masked
+    labels[torch.rand(shape, generator=g, device="cpu") < 0.05] = IGNORE_INDEX
     unmasked = mask & (labels != IGNORE_INDEX)
     if poison:
         logits[~unmasked] = torch.nan
@@ -164,7 +164,7 @@ def per_token(
 ) -> Tensor:
     """Uniformly distributed values for an optional argument."""
     g = torch.Generator().manual_seed(seed)
-    return torch.rand(shape, generator=g) * (high - low) + low
+    return torch.rand(shape, generator=g, device="cpu") * (high - low) + low
 
 
 @dataclass

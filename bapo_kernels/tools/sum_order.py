@@ -61,4 +61,5 @@ class SumOrder(TorchDispatchMode):
 
 @cache
 def _permutation(seed: int, count: int, device: torch.device) -> Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(device)
+    g = torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=g, device="cpu").to(device)

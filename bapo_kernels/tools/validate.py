@@ -153,7 +153,7 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
         for V in (*NARROWER * on_gpu, 2_503 if interpreted else VOCABULARY)
     }
     by_sequence = BAPOConfig(loss_agg_mode="seq-mean-token-mean")
-    offsets, cispo = torch.tensor([0, 5, 5, 12, 20]), BAPOConfig(surrogate="cispo")
+    offsets, cispo = torch.tensor([0, 5, 5, 12, 20], device="cpu"), BAPOConfig(surrogate="cispo")
     bounds = budget.per_token(low=0.7, high=1.0), budget.per_token(seed=2, low=1.0, high=1.3)
     cases: dict[str, Callable[..., Quantities]] = {
         **{case: partial(_loss, bapo_loss, **rows) for case, rows in wide.items()},
@@ -258,11 +258,11 @@ def _log_probs(
     mask = _with_sets(case).options["sampling_mask"] if sets else None
     ids, g = case.labels, torch.Generator().manual_seed(0)
     if labels > 1:  # some are repeated, others -100
-        others = torch.randint(-1, labels, (*ids.shape, labels), generator=g).to(ids.device)
+        others = torch.randint(-1, labels, (*ids.shape, labels), generator=g, device="cpu")
+        others = others.to(ids.device)
         ids = torch.where(others < 0, -100, (ids[..., None] + others) % case.logits.shape[-1])
-    weights = [
-        torch.randn(shape, generator=g).to(ids.device) for shape in (ids.shape, case.labels.shape)
-    ]
+    randn = partial(torch.randn, generator=g, device="cpu")
+    weights = [randn(shape).to(ids.device) for shape in (ids.shape, case.labels.shape)]
 
     def run(function: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
         x = case.logits.to(dtype, copy=True).requires_grad_()
@@ -282,8 +282,8 @@ def _log_probs(
 def _linear(backend: str, dtype: torch.dtype, device: str, sets: bool = False) -> Quantities:
     """Takes several chunks and recomputes rows; logits are multiples of 1/2, always exact."""
     g, shape, V, H = torch.Generator().manual_seed(0), (6, 12), 193, 16
-    hidden = torch.randint(-1, 2, (*shape, H), generator=g).to(device, dtype)
-    weight = (torch.randint(-2, 3, (V, H), generator=g) / 2).to(device, dtype)
+    hidden = torch.randint(-1, 2, (*shape, H), generator=g, device="cpu").to(device, dtype)
+    weight = (torch.randint(-2, 3, (V, H), generator=g, device="cpu") / 2).to(device, dtype)
     logits = (hidden @ weight.T).cpu()
     case = budget.make_case(shape, V, device=device, logits=logits, staleness=0.5)
     case = _with_sets(case) if sets else case
@@ -293,13 +293,13 @@ def _linear(backend: str, dtype: torch.dtype, device: str, sets: bool = False) -
 
 def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Quantities:
     """Every second batch has a target at which its search stops inside the grids."""
-    g = torch.Generator().manual_seed(0)
+    draw = dict[str, Any](generator=torch.Generator().manual_seed(0), device="cpu")
     errors = []
     for i in range(batches):
-        old = -5 * torch.rand(20 + i, generator=g)
+        old = -5 * torch.rand(20 + i, **draw)
         staleness = (0.0, 1.0, 0.1, 0.5)[i % 4]
-        logp = old + staleness * torch.randn(old.shape, generator=g)
-        A, share = torch.randn(old.shape, generator=g), torch.rand((), generator=g).item()
+        logp = old + staleness * torch.randn(old.shape, **draw)
+        A, share = torch.randn(old.shape, **draw), torch.rand((), **draw).item()
         target = config.target
         if i % 2:
             probe = reference.Contributions(config, logp, old, A, None)
@@ -312,7 +312,7 @@ def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Quan
             for search in (partial(_bounds, backend), reference.find_clip_bounds)
         )
         errors.append(budget.difference(found, expected))
-    yield "bounds", budget.largest(torch.tensor(errors)), 0.0
+    yield "bounds", budget.largest(torch.tensor(errors, device="cpu")), 0.0
 
 
 def _bounds(backend: str, *tokens: Tensor, config: BAPOConfig) -> ClipBounds:

@@ -481,6 +481,7 @@ def test_policy_of_the_documentation():
     assert_within_budget("log_probs", out.log_probs, same, theirs(in_double(model)))
 
 
+@pytest.mark.compile
 def test_compiled():
     policy, head, hidden = recipe()(CausalLM()), LMHead.of(lora(r=4)), torch.randn(2, 3, 16)
     for function in (
