@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bapo_kernels import BAPOConfig, SamplingMask, reference
+from bapo_kernels.tools.real_rows import real_head, real_rows
 
 from .distillation import Teacher
 from .row_classes import row_classes
@@ -21,6 +22,7 @@ from .sets import LONG, ZIPF, Places, labels_in, sampling_mask
 
 Divergence = Literal["forward_kl", "forward_kl_topk", "loss + forward_kl_topk"]
 Level = Literal["logits", "hidden"]  # what a method starts from
+GAUSSIAN, REAL = "Gaussian rows", "real rows"  # the profiles; real ones are at temperature 1
 SEQUENCES = 8
 NOISE = {"on-policy": 0.0, "stale": 0.05, "very stale": 0.5}  # standard deviation of the log-ratio
 # Where a search stops, and the target that makes it stop there: the loop tests 1 pair or 53.
@@ -84,6 +86,7 @@ class Case:
     sweep: str | None = None
     frozen: bool = False
     K: int = 0
+    profile: str = GAUSSIAN
 
     @classmethod
     def of(cls, level: Any, task: Any, model: str, N: int, **options: Any) -> Case:
@@ -116,6 +119,7 @@ class Case:
         elif self.sweep == DISTILLATION:
             form = f", {self.sweep}{head if self.level == 'hidden' else ''}"
             form += f", K = {self.K}" if self.K else ", whole vocabulary"
+        form += f", {REAL}" if self.profile == REAL else ""
         source = f"{self.task} from {self.level}{form}"
         return f"{source}, {self.model}, {sizes}, {self.layout}, {self.data}"
 
@@ -154,7 +158,9 @@ class Batch:
             return values
 
         self.inputs: tuple[Tensor, ...] = ()
-        if case.level == "logits":
+        if case.profile == REAL:
+            self.inputs, self.labels = _real(case, shape, device)
+        elif case.level == "logits":
             self.inputs = (normal(*shape, case.V, scale=3.0),)
         elif case.level == "hidden":
             weight = normal(case.V, case.H, scale=3.0 * case.H**-0.5)
@@ -163,7 +169,7 @@ class Batch:
         if case.sweep == SAMPLING_MASK:
             self.sampling_mask = sampling_mask(case.N, case.V, g, case.layout)
             self.labels = labels_in(self.sampling_mask, g).view(shape)
-        else:
+        elif case.profile == GAUSSIAN:
             self.labels = torch.randint(0, case.V, shape, generator=g, device=device)
         self.columns, self.teacher = self.labels, None
         if case.sweep == DISTILLATION:
@@ -311,6 +317,15 @@ class Batch:
         return shares
 
 
+def _real(case: Case, shape: tuple[int, ...], device: str) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Inputs and labels; no H is below 128, after which rows are repeated."""
+    made = partial(real_head, H=case.H) if case.level == "hidden" else real_rows
+    *inputs, labels = made((N := min(case.N, 128),), case.V)
+    rows, *head = (x.to(device, case.torch_dtype) for x in inputs)
+    again = torch.arange(case.N, device=device).view(shape) % N
+    return (rows[again], *head), labels.to(device)[again]
+
+
 def cpu_suite() -> Iterator[Case]:
     """The suite for two cores, about an hour."""
     small = ("Qwen3-0.6B", "Llama-3.2-1B", "Gemma-3-1B", "DeepSeek-V3", "gpt-oss-20b")
@@ -346,6 +361,8 @@ def _suite(
         for model in models:
             yield Case.of(level, "loss", model, N)
         yield Case.of(level, "loss", first, N, dtype="float32")
+        for dtype in ("bfloat16", "float32"):
+            yield Case.of(level, "loss", first, N, dtype=dtype, profile=REAL)
         for policy in POLICIES:
             yield Case.of(level, policy, first, N)
         yield Case.of(level, "log_probs", first, N)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pandas as pd
 
-from .cases import DISTILLATION, HEAD, SAMPLING_MASK, WHOLE_VOCABULARY
+from .cases import DISTILLATION, GAUSSIAN, HEAD, SAMPLING_MASK, WHOLE_VOCABULARY, Case
 from .records import RESULTS, load
 
-CASE = ["level", "task", "model", "N", "V", "H", "dtype", "layout", "data", "sweep", "frozen", "K"]
+CASE = [field.name for field in fields(Case)]
 
 
-def latest(device: str) -> pd.DataFrame:
+def latest(device: str, profile: str = GAUSSIAN) -> pd.DataFrame:
     """The last record of each method and case on a device, without sweeps that have a section."""
     frame = _last_records(device)
     apart = frame.sweep.isin([HEAD, SAMPLING_MASK, WHOLE_VOCABULARY, DISTILLATION])
-    return frame[~apart].reset_index(drop=True)
+    return frame[~apart & (frame.profile == profile)].reset_index(drop=True)
 
 
 def measured_in(device: str, *sweeps: str) -> pd.DataFrame:
@@ -25,7 +27,8 @@ def measured_in(device: str, *sweeps: str) -> pd.DataFrame:
 
 
 def _last_records(device: str) -> pd.DataFrame:
-    older = {"frozen": False, "K": 0}  # what records say nothing about that are older than a field
+    # What records say nothing about that are older than a field.
+    older = {"frozen": False, "K": 0, "profile": GAUSSIAN}
     records = [older | record for record in load(RESULTS / f"{device}.jsonl")]
     frame = pd.DataFrame(records, columns=None if records else ["method", "status", *CASE])
     return frame.drop_duplicates(["method", *CASE], keep="last").reset_index(drop=True)

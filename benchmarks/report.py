@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from .cases import DISTILLATION, HEAD, POLICIES, SAMPLING_MASK, WHOLE_VOCABULARY
+from .cases import DISTILLATION, GAUSSIAN, HEAD, POLICIES, REAL, SAMPLING_MASK, WHOLE_VOCABULARY
 from .frames import latest, measured_in, plain_losses
 from .plot import LEVELS
 from .records import RESULTS, WITHOUT_AVX512, load
@@ -59,6 +59,11 @@ def losses(device: str) -> Iterator[str]:
         mine = mine[(mine.model == first) & mine.column.isin(KINDS)]
         if len(mine):
             yield by_column(mine, f"{first} {words}, ms")
+        real = plain_losses(latest(device, REAL)).assign(column=lambda f: f["dtype"])
+        real = real[(real.level == level) & ~real.method.str.contains("reference")]
+        if len(real):
+            yield f"{words.capitalize()}, {REAL}: {machine(real)}"
+            yield by_column(real, f"{first} {words}, {REAL}, ms", real)
     many = done[done.sweep == "many tokens"].assign(column="ms")
     if len(many):
         row = many.iloc[0]
@@ -178,10 +183,13 @@ def training(device: str) -> Iterator[str]:
 
 
 def readme_block() -> str:
-    """The tables of the README: the first model on every device, in both dtypes."""
+    """The tables of the README: the first model on every device, in both dtypes.
+
+    Of real rows where these have been measured.
+    """
     parts = []
     for device in ("cuda", "cpu"):
-        frame = latest(device)
+        frame = pd.concat([latest(device, profile) for profile in (REAL, GAUSSIAN)])
         frame = plain_losses(frame[frame.sweep.isna()])
         frame = frame[frame.model.str.startswith("Qwen3")]
         for level, words in LEVELS.items():
@@ -189,8 +197,9 @@ def readme_block() -> str:
             if mine.empty:
                 continue
             first = mine.iloc[0]
+            mine = mine[mine.profile == first.profile]
             H = f", H = {first.H:,}" if level == "hidden" else ""
-            head = f"{words}, N = {first.N:,}, V = {first.V:,}{H}, ms"
+            head = f"{words}, {first.profile}, N = {first.N:,}, V = {first.V:,}{H}, ms"
             table = mine.pivot_table(index="method", columns="dtype", values="ms")
             dtypes = [dtype for dtype in ("float32", "bfloat16") if dtype in table]
             table = table[dtypes].sort_values(dtypes[-1]).map(number)

@@ -158,7 +158,7 @@ def nan_in_a_fresh_gradient(*arguments):
 
 HIDDEN = {"bapo_linear_loss", "bapo_linear_loss, sets"}
 BOTH = {"V = 257", "packed", "sets", "log_probs", "log_probs, sets"}
-LOSSES = {"V = 257", "cispo, bounds per token", *HIDDEN}
+LOSSES = {"V = 257", "real rows", "cispo, bounds per token", *HIDDEN}
 SEARCHES = {"search, paper", "search, recipe"}
 FAULTS = {  # the operators, the quantity that is wrong, and some cases that must tell
     "gradient": (dict(row_pass=times(1.01, -1)), "gradient", {"V = 257", "packed", "sapo"}),

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from accuracy import assert_as_reference
-from helpers import allowed_by, sets_of
+from helpers import allowed_by, real_in_turns, sets_of
 from torch.testing import assert_close
 
 from bapo_kernels import (
@@ -17,6 +17,7 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
+from bapo_kernels.tools.real_rows import real_head, real_rows
 
 B, S, H = 2, 4, 16
 OPTIONS = {  # the first runs everywhere
@@ -30,9 +31,11 @@ OPTIONS = {  # the first runs everywhere
 V, OF_HEAD = 1_003, 257
 
 
-def labels_of(K, columns=V):
+def labels_of(K, columns=V, first=None):
     """With repeated ones, -100, others outside of the vocabulary, and a row of -100 alone."""
     labels = torch.randint(0, columns, (B, S, K), generator=torch.Generator().manual_seed(K))
+    if first is not None:
+        labels[..., 0] = first
     labels[0, 1] = -100
     labels[0, 2, K // 2] = -100
     labels[1, 0, K // 2 :] = labels[1, 0, : K - K // 2].clone()  # in another order than first
@@ -54,6 +57,13 @@ def options_of(name, labels, device="cpu", columns=V):
     return {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}, outside
 
 
+def head_of(columns, real):
+    """Hidden states, weight and bias, and what real rows have drawn."""
+    parts = torch.randn(B, S, H), torch.randn(columns, H) / 2, None
+    hidden, weight, drawn = real_head((B, S), columns, H, real) if real else parts
+    return hidden, weight, torch.randn(columns), drawn
+
+
 def gradients_of(function, leaves, labels, weights, **options):
     leaves = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
     if len(leaves) == 3:
@@ -65,11 +75,12 @@ def gradients_of(function, leaves, labels, weights, **options):
     return logp.detach(), entropy.detach(), *gradients
 
 
-def check_labels(backend, device, dtype, K, name, columns=V):
+def check_labels(backend, device, dtype, K, name, columns=V, real=None):
     """Of logits; what a mask forbids is NaN for the kernels and -inf for the reference."""
-    labels = labels_of(K, columns)
+    parts = 3 * torch.randn(B, S, columns), None
+    logits, drawn = real_rows((B, S), columns, real) if real else parts
+    labels, logits = labels_of(K, columns, drawn), logits.to(device, dtype)
     options, outside = options_of(name, labels, device, columns)
-    logits = (3 * torch.randn(B, S, columns)).to(device, dtype)
     logits[0, 1] = torch.nan  # of -100 alone
     given = logits if outside is None else logits.masked_fill(outside, torch.nan)
     labels = labels.to(device)
@@ -94,7 +105,8 @@ def check_labels(backend, device, dtype, K, name, columns=V):
     [*((K, V) for K in (1, 7, 64, 1_000)), (1, 1), (1, 37), (1, 4_100)],
 )
 def test_of_logits(backend, device, dtype, name, K, columns):
-    check_labels(backend, device, dtype, K, name, columns)
+    given = backend, device, dtype, K, name, columns
+    check_labels(*given, real_in_turns(OPTIONS, name, K, columns))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,13 +115,13 @@ def test_of_logits(backend, device, dtype, name, K, columns):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_of_hidden_states(backend, device, dtype, name, frozen, dentropy):
     K = 9
-    labels = labels_of(K, OF_HEAD)
+    *leaves, drawn = head_of(OF_HEAD, real_in_turns(OPTIONS, name, frozen))
+    labels = labels_of(K, OF_HEAD, drawn)
     options, _ = options_of(name, labels, device, OF_HEAD)
-    labels, hidden = labels.to(device), torch.randn(B, S, H)
-    weight, bias = torch.randn(OF_HEAD, H) / 2, torch.randn(OF_HEAD)
-    hidden[0, 1] = torch.nan
+    labels = labels.to(device)
+    leaves[0][0, 1] = torch.nan
     weights = torch.randn(B, S, K) * (torch.rand(B, S, 1) > 0.3), torch.randn(B, S) * dentropy
-    leaves = [x.to(device, dtype) for x in (hidden, weight, bias)]
+    leaves = [x.to(device, dtype) for x in leaves]
 
     def run(kind, function=reference.linear_log_probs, **more):
         given = [x.to(kind) for x in leaves]
@@ -267,8 +279,8 @@ def test_errors(backend, device):
 @pytest.mark.parametrize("k", [1, 5, V])
 def test_top_k(backend, device, dtype, name, k):
     options, _ = options_of(name, labels_of(3), device)
-    hidden, weight = torch.randn(B, S, H), torch.randn(V, H)
-    leaves = [x.to(device, dtype) for x in (hidden, weight, torch.randn(V))]
+    *leaves, _ = head_of(V, real_in_turns(OPTIONS, name, k))
+    leaves = [x.to(device, dtype) for x in leaves]
 
     def run(kind, function=reference.linear_top_k, **more):
         given = [x.to(kind) for x in leaves]

@@ -15,6 +15,7 @@ from helpers import (
     make_case,
     needs_native,
     per_token,
+    real_in_turns,
     sets_of,
     transform_of,
     unmasked_tokens,
@@ -32,6 +33,7 @@ from bapo_kernels import (
 from bapo_kernels.core.call import Products
 from bapo_kernels.core.head import gemm
 from bapo_kernels.core.head.head import Head, HeadGradients
+from bapo_kernels.tools.real_rows import real_head
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 B, S, H, V = 3, 7, 24, 193
@@ -79,16 +81,20 @@ def build(name):
     return preset(**options)
 
 
-def problem(dtype, device, config, staleness=0.4, shape=(B, S), seed=0, sets=False):
+def problem(dtype, device, config, staleness=0.4, shape=(B, S), seed=0, sets=False, real=None):
     """Hidden states, weight, bias, and the tokens of a stale batch; NaN wherever it is masked.
 
-    ``staleness=None``: of a batch on policy; ``sets``: with a sampling mask.
+    ``staleness=None``: of a batch on policy; ``sets``: with a sampling mask; ``real``: the
+    temperature of real rows.
     """
     g = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(*shape, H, generator=g).to(dtype)
-    weight = (0.6 * torch.randn(V, H, generator=g)).to(dtype)
-    bias = torch.randn(V, generator=g).to(dtype)
-    case = make_case(shape, V, config=config, seed=seed, ref_log_probs=per_token(shape))
+    hidden, weight = torch.randn(*shape, H, generator=g), 0.6 * torch.randn(V, H, generator=g)
+    bias, labels = torch.randn(V, generator=g).to(dtype), None
+    if real:
+        hidden, weight, labels = real_head(shape, V, H, real, seed)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    options = dict(config=config, seed=seed, ref_log_probs=per_token(shape))
+    case = make_case(shape, V, labels=labels, **options)
     options = transform_of(config) | dict(sampling_mask=mask_of(case) if sets else None)
     logp, _ = reference.linear_log_probs(
         hidden.double(), weight.double(), case.labels, bias=bias.double(), **options
@@ -148,7 +154,8 @@ def staleness_of(dtype):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_options(backend, device, dtype, statistics, name, sets):
     """Skipped, idle, decided and undecided rows in one batch, with sets or without."""
-    given = problem(dtype, device, build(name), staleness_of(dtype), sets=sets)
+    options = dict(sets=sets, real=real_in_turns(CONFIGS, name, sets))
+    given = problem(dtype, device, build(name), staleness_of(dtype), **options)
     check(*given, backend, statistics, chunk_tokens=5)
 
 

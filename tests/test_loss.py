@@ -18,6 +18,7 @@ from helpers import (
     make_case,
     per_token,
     plain_result,
+    real_in_turns,
     run_kernel,
     run_reference,
     unmasked_tokens,
@@ -136,8 +137,9 @@ def case_of(sets, *of_case, statistics="all", **options):
 )
 def test_options(backend, device, dtype, sets, statistics, name):
     config_options, options = OPTIONS[name]
+    real = real_in_turns(OPTIONS, name, statistics == "live")
     given = dict(dtype=dtype, device=device, config=build_config(config_options), **options)
-    _, check = case_of(sets, statistics=statistics, **given)
+    _, check = case_of(sets, statistics=statistics, real=real, **given)
     check(backend)
 
 

@@ -20,6 +20,7 @@ from helpers import (
     examples,
     make_case,
     poisoned_memory,
+    real_in_turns,
     run_kernel,
     run_kernel_with_sets,
     unmasked_tokens,
@@ -53,7 +54,8 @@ def test_in_place(backend, device, dtype, name):
     """The bits of the gradient that is not in place, with zeros outside of the sets."""
     config_options, options = OPTIONS[name]
     options = options | dict(config=build_config(config_options))
-    case, mask = case_with_sets(dtype=dtype, device=device, **options)
+    real = real_in_turns(OPTIONS, name, DTYPES.index(dtype))
+    case, mask = case_with_sets(dtype=dtype, device=device, real=real, **options)
     expected = run_kernel_with_sets(case, mask, backend)
     leaf = unread(case.logits).requires_grad_()
     logits, options = leaf * 1, case.options | dict(sampling_mask=mask, inplace=True)

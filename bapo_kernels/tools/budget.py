@@ -1,7 +1,7 @@
 """A test case, its results, and the error budget of a kernel, which is computed, never tuned.
 
-May import public modules, ``sum_order`` and the reference, never a kernel: a wider budget hides
-wrong kernels from ``validate`` and from the tests, which take it from here.
+May import public modules, the reference, ``sum_order`` and ``real_rows``, never a kernel: a wider
+budget hides wrong kernels from ``validate`` and from the tests, which take it from here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from .. import reference
 from ..config import IGNORE_INDEX, BAPOConfig
 from ..output import BAPOOutput, ClipBounds
+from .real_rows import real_rows
 from .sum_order import SumOrder
 
 EPS = {
@@ -28,6 +29,9 @@ EPS = {
 }
 # The spacing of subnormal numbers, where one rounding is an absolute error.
 TINY = {dtype: torch.finfo(dtype).tiny * torch.finfo(dtype).eps for dtype in EPS}
+# Gradients below this are zero on a CPU, where products of subnormal numbers are slow. In float16
+# these are most of a gradient, and stay.
+FLUSHED = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126}
 
 Measured = tuple[str, float, float]  # quantity, error, budget
 Loss = Callable[..., BAPOOutput]
@@ -115,6 +119,8 @@ def make_case(
     device: str = "cpu",
     *,
     logits: Tensor | None = None,
+    labels: Tensor | None = None,
+    real: float | None = None,
     staleness: float = 0.3,
     spread: float = 3.0,
     masked: float = 0.25,
@@ -126,13 +132,18 @@ def make_case(
 ) -> Case:
     """A stale batch with masked tokens, ignored labels and zero advantages.
 
-    With ``poison`` every value of a masked token is NaN.
+    With ``real``, the temperature, it has rows of a language model. With ``poison`` every value of
+    a masked token is NaN.
     """
     g = torch.Generator().manual_seed(seed)
     config = config or BAPOConfig()
+    if real:
+        logits, labels = real_rows(shape, V, real, seed)
+        logits = logits.to(dtype)
     if logits is None:
         logits = (spread * torch.randn(*shape, V, generator=g, device="cpu")).to(dtype)
-    labels = torch.randint(0, V, shape, generator=g, device="cpu")
+    drawn = torch.randint(0, V, shape, generator=g, device="cpu")
+    labels = drawn if labels is None else labels.clone()
     logp, _ = reference.log_probs(
         logits.double(),
         labels,
@@ -227,6 +238,7 @@ def quantities(
     by_leaf = zip(*(result.gradients for result in (got, truth, *same)), strict=True)
     for name, (mine, exact, *theirs) in zip(names, by_leaf, strict=False):
         inherited = EPS[torch.float32] * operand * largest(exact.nan_to_num())
+        inherited += FLUSHED.get(mine.dtype, 0.0)
         yield name, *error_and_budget(mine, theirs, exact, inherited=inherited)
 
     values, true, *others = (_values(result.output) for result in (got, truth, *same))

@@ -158,6 +158,7 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
     cases: dict[str, Callable[..., Quantities]] = {
         **{case: partial(_loss, bapo_loss, **rows) for case, rows in wide.items()},
         "V = 257": partial(_loss, bapo_loss),
+        "real rows": partial(_loss, bapo_loss, V=10_007, real=0.3),
         "logits[:, :-1]": partial(_loss, _sliced),
         "all options": partial(_loss, bapo_loss, **_all_options()),
         "statistics=live": partial(_loss, bapo_loss, statistics="live"),

@@ -136,7 +136,7 @@ def test_sdist_and_wheel_have_all_files(sdist, wheel):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     package = {str(p.relative_to(ROOT)) for p in (ROOT / "bapo_kernels").rglob("*.py")}
-    package.add("bapo_kernels/py.typed")
+    package |= {"bapo_kernels/py.typed", "bapo_kernels/tools/real_rows.pt"}
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.*")}
     assert {*sources, *package, "setup.py", "pyproject.toml", "LICENSE"} <= names
     assert not names & BUILT
