@@ -38,13 +38,13 @@ Loss = Callable[..., BAPOOutput]
 T = TypeVar("T")
 
 
-def in_some_orders(run: Callable[[], T]) -> list[T]:
-    """Returns the results of ``run`` with its sums in PyTorch's order and in two others.
+def in_some_orders(run: Callable[[], T], others: int = 2) -> list[T]:
+    """Returns the results of ``run`` with its sums in PyTorch's order and in some others.
 
     In a single order the error of a reference may be small by luck.
     """
     results = [run()]
-    for seed in (1, 2):
+    for seed in range(1, others + 1):
         with SumOrder(seed):
             results.append(run())
     return results

@@ -53,7 +53,8 @@ def test_training(worlds, tmp_path, scope):
     loss = dict(scope=scope, **SEARCH)
     results = worlds(2).run(verl_engine.train, str(tmp_path), loss, EPOCHS)
     steps, parameters = plain_training(scope, torch.float64)
-    same = in_some_orders(lambda: plain_training(scope, torch.float32))
+    # Over the steps, errors of 2e-6 to 3e-5 grow in the reference, by the order of its sums.
+    same = in_some_orders(lambda: plain_training(scope, torch.float32), others=8)
     assert len({tuple(step["bounds"]) for step in steps}) > 2, "the decisions must differ"
     before, size = dict(tiny_model().named_parameters()), largest(rollout()["old_log_probs"])
     for logged, full in results:

@@ -92,8 +92,9 @@ def engine_of(folder):
             return tiny_model()
 
     float32 = dict(param_dtype="fp32", reduce_dtype="fp32", buffer_dtype="fp32")
-    folder = f"{folder}/{dist.get_rank()}"  # ranks that write one would read half of a file
-    tiny_model().save_pretrained(folder)
+    if dist.get_rank() == 0:  # others would read half of a file
+        tiny_model().save_pretrained(folder)
+    dist.barrier()
     engine = Engine(
         HFModelConfig(path=folder, load_tokenizer=False, use_remove_padding=False),
         FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, mixed_precision=float32),
