@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .backends import choose
-from .checks import count, require, without_config
+from .checks import count, without_config
 from .config import BAPOConfig
 from .core.arguments.options import RowOptions, SoftmaxOptions
 from .core.arguments.prepare import prepared
@@ -18,7 +18,7 @@ from .core.arguments.single import check_head, config_or_default
 from .core.arguments.together import log_probs_arguments, loss_arguments
 from .core.autograd import in_backward, output_with_gradients
 from .core.call import Products, Statistics
-from .core.distributed import VocabShard, local_head
+from .core.distributed import local_head
 from .core.head.head import Head
 from .core.head.hidden import loss_of_hidden
 from .core.head.log_probs import LinearLogProbs
@@ -274,15 +274,12 @@ def linear_top_k(
     backend = _choose(backend, hidden_states, products)
     weight, bias = local_head(lm_head_weight, bias, vocab_group)
     arguments.check_ranks("linear_top_k", backend, k=k, **products._asdict())
-    call = None if backend == "reference" else prepared(backend, arguments, weight.shape[0])
-    shard = VocabShard.of(weight.shape[0], rows, vocab_group) if call is None else call.shard
-    V = weight.shape[0] if shard is None else int(shard.sizes.sum())
-    require(k <= V, "k", ("be at most {}, the size of the vocabulary", V), k)
-    if call is None:
+    if backend == "reference":
         operands = hidden_states.to(products.dtype), weight.to(products.dtype)
         return reference.linear_top_k(
             *operands, k, bias=bias, logits_dtype=products.logits_dtype, **options
         )
+    call = prepared(backend, arguments, weight.shape[0])
     logp, ids = top_k(call, products, k, hidden_states, weight, bias)
     return logp.float().view(*rows.shape, k), ids.view(*rows.shape, k)
 

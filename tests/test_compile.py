@@ -327,7 +327,9 @@ def test_collectives_are_part_of_the_graph(tmp_path, level, shards):
 
         def loss(x):
             out = function(x, *weight, *case.arguments(), **groups)
-            return out.loss, out.metrics["bapo_pos_share"]
+            shard = groups.get("vocab_group")
+            best = linear_top_k(x, *weight, 3, vocab_group=shard) if weight else ()
+            return out.loss, out.metrics["bapo_pos_share"], *best
 
         check(loss, [(x,)], "aot_eager", dynamic=None)
     finally:

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from accuracy import assert_as_reference
@@ -209,7 +210,7 @@ def test_no_rows(backend, device):
     logits = (x @ W.T).detach().requires_grad_()
     log_probs(logits, labels, backend=backend)[0].sum().backward()
     assert logits.grad.shape == (0, V)
-    assert linear_top_k(x, W, 2, backend=backend)[1].shape == (0, 2)
+    assert linear_top_k(x, W, np.int64(2), backend=backend)[1].shape == (0, 2)
 
 
 def test_reference_by_differences():
@@ -234,6 +235,7 @@ def test_compiled_for_any_number_of_labels():
     for function in (
         lambda h, y: log_probs(h @ weight.T, y),
         lambda h, y: linear_log_probs(h, weight, y),
+        lambda h, y: linear_log_probs(h, weight, linear_top_k(h, weight, y.shape[1])[1]),
     ):
         torch._dynamo.reset()
         counts.clear()
@@ -269,9 +271,9 @@ def test_errors(backend, device):
         True: r"an integer >= 1, got True \(bool\)",
         torch.tensor(3): "an integer >= 1, got Tensor",
     }.items():
-        for name in (backend, "reference"):
+        for top_k in (partial(linear_top_k, backend=backend), reference.linear_top_k):
             with pytest.raises(ValueError, match=f"k must be {got}"):
-                linear_top_k(logits, logits[0, :5], k, backend=name)
+                top_k(logits, logits[0, :5], k)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -178,7 +178,7 @@ HEAD_SCHEMAS = {
         f"Tensor? unscaled, bool[] needs, {_HEAD}) -> Tensor[]"
     ),
     # Returns log-probs and ids [N, k].
-    "head_top_k": f"(int k, {_HEAD}) -> (Tensor, Tensor)",
+    "head_top_k": f"(SymInt k, {_HEAD}) -> (Tensor, Tensor)",
 }
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import count, require
 from ..config import IGNORE_INDEX
 from ..core.arguments.single import check_head, check_logits
 from ..core.arguments.together import log_probs_arguments
@@ -158,6 +159,8 @@ def linear_top_k(
     check_head(*parameters, None, logits_dtype, vocab_group=vocab_group)
     every_row = torch.ones_like(hidden_states[..., 0], dtype=torch.bool)
     logits = head_logits(*parameters, every_row, vocab_group, logits_dtype)
+    V = logits.shape[-1]
+    require(count("k", k) <= V, "k", ("be at most {}, the size of the vocabulary", V), k)
     every_id = torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape)
     logp, _ = log_probs(logits, every_id, return_entropy=False, **options)
     logp, ids = logp.topk(k, dim=-1)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...checks import require
 from ...config import IGNORE_INDEX
 from ..call import Call, Products, SamplingSets
 from ..distributed import gather
@@ -35,6 +36,8 @@ def _head_top_k(
     k: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor]:
     call, head = HeadCall(*others).restored(hidden, weight, bias)
+    V = weight.shape[0] if call.shard is None else int(call.shard.sizes.sum())
+    require(k <= V, "k", ("be at most {}, the size of the vocabulary", V), k)
     rows = torch.arange(call.counted.numel(), device=call.counted.device)
     ids = rows.new_full((rows.numel(), k), IGNORE_INDEX)
     call = replace(call, labels=ids)
