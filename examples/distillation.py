@@ -45,8 +45,9 @@ def one_pass(b: dict[str, Tensor]) -> Tensor:
 
 def two_passes(b: dict[str, Tensor]) -> Tensor:
     head = b["hidden"], b["weight"]
-    out = bapo_linear_loss(*head, b["labels"], b["old"], b["advantages"])
-    student, _ = linear_log_probs(*head, b["ids"])
+    backend = "reference" if b["hidden"].dtype == torch.float64 else None
+    out = bapo_linear_loss(*head, b["labels"], b["old"], b["advantages"], backend=backend)
+    student, _ = linear_log_probs(*head, b["ids"], backend=backend)
     return out.loss + 0.1 * forward_kl(student, b["teacher"])
 
 

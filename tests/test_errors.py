@@ -335,6 +335,8 @@ def test_float64_is_slow_and_says_so_once():
         "compiled": torch.compile(lambda **given: log_probs(x, labels, **given), backend="eager"),
         bapo_linear_loss: lambda **given: bapo_linear_loss(x, weight, labels, None, A, **given),
         linear_top_k: lambda **given: linear_top_k(x, weight, 2, **given),
+        # It has no such argument.
+        find_clip_bounds: lambda backend: backend or find_clip_bounds(x[:, 0], x[:, 1], A, A),
     }
     for call in functions.values():
         for backend in (None, "reference"):

@@ -97,7 +97,8 @@ def _why_not_unasked(backend: str, tensor: torch.Tensor, name: str) -> str | Non
 def _warn_of_float64() -> None:
     warn_once(
         "bapo_kernels runs float64 on the PyTorch reference, many times slower than its kernels, "
-        "which take float32, bfloat16 and float16. backend='reference' avoids this warning."
+        "which take float32, bfloat16 and float16. Where a function has that argument, "
+        "backend='reference' avoids this warning."
     )
 
 
