@@ -22,6 +22,7 @@ from bapo_kernels import (
     BAPOLinearLoss,
     BAPOLoss,
     ClipBoundSearch,
+    ContributionHistogram,
     SamplingMask,
     bapo_linear_loss,
     bapo_loss,
@@ -592,6 +593,26 @@ def test_function_transforms_are_refused(function, backend, device, name):
     f, x = as_function(function, backend, device)
     with pytest.raises(ValueError, match=f"backend must be 'reference' inside .* got '{backend}'"):
         TRANSFORMS[name](f, x)
+
+
+SEARCHES = {
+    "function": lambda *tokens: find_clip_bounds(*tokens).upper,
+    "histogram": lambda *tokens: ContributionHistogram().update(*tokens),
+    "search": lambda *tokens: ClipBoundSearch(scope="step").update(*tokens),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("place", range(3))
+def test_a_search_is_not_mapped(name, place):
+    """Whichever argument, and inside of another transform, too."""
+    x, dims = torch.zeros(2, 4), [0 if i == place else None for i in range(3)]
+    given = [x if i == place else x[0] for i in range(3)]
+    inner = torch.func.grad(lambda y, tokens: SEARCHES[name](*tokens) or y)
+    mapped = ("log_probs", "old_log_probs", "advantages")[place]
+    for f in (SEARCHES[name], lambda *tokens: inner(torch.ones(()), tokens)):
+        with pytest.raises(ValueError, match=f"^{mapped} must not be mapped .*vmap"):
+            torch.func.vmap(f, tuple(dims))(*given)
 
 
 def test_function_transforms_of_the_reference(function):

@@ -240,7 +240,7 @@ def test_lora_is_rounded_once():
 
 RULE = "lm_head must have no adapter of its own but plain LoRA: merge it, disable it, or leave"
 OTHER_ADAPTERS = [
-    ("LoHaConfig", {}, "peft.tuners.loha"),
+    ("LoHaConfig", {}, "peft.tuners.loha.layer.Linear around torch.nn.modules.linear.Linear"),
     ("LoraConfig", {"use_dora": True}, "Linear with DoraLinearVariant"),
     ("LoraConfig", {"lora_dropout": 0.1}, "Linear with a dropout of 0.1 in training mode"),
 ]
