@@ -397,6 +397,10 @@ REFUSED = [
     *((partial(with_head, head), (rule,)) for head, rule in HEADS),
     *((lambda head=head: with_head(head).lm_head, (rule,)) for head, rule in HEADS),
     *((partial(with_head, change, lora), (RULE, got)) for change, got in LORA_CHANGES),
+    (
+        partial(with_head, lambda layer: setattr(layer, "base_layer", FourBit(H, V)), lora),
+        (PLAIN, f"got peft.tuners.lora.layer.Linear around {__name__}.FourBit"),
+    ),
     *((partial(Other, logits), (f"got Other: {got}",)) for got, logits in OTHERS),
     (lambda: "a name", (NO_MODEL,)),
     (Base, (NO_MODEL,)),
