@@ -25,7 +25,7 @@ def real_rows(
     g = torch.Generator().manual_seed(seed)
     with torch.device("cpu"):
         ranks, table = (values.double() for values in torch.load(TABLE, weights_only=True))
-        at = torch.arange(1, V + 1).log().double() * (ranks[-1].log() / math.log(max(V, 2)))
+        at = torch.arange(1, V + 1).double().log() * (ranks[-1].log() / math.log(max(V, 2)))
         known = ranks.log()
         right = torch.searchsorted(known, at).clamp(1, len(known) - 1)
         share = (at - known[right - 1]) / (known[right] - known[right - 1])
