@@ -16,7 +16,7 @@ from bapo_kernels.core.head import sets
 from bapo_kernels.tools.budget import in_some_orders
 from benchmarks import gate, records, run, targets, timing
 from benchmarks.__main__ import app
-from benchmarks.cases import DISTILLATION, HEAD, POLICIES, SAMPLING_MASK, Batch, Case
+from benchmarks.cases import DISTILLATION, HEAD, POLICIES, REAL, SAMPLING_MASK, Batch, Case
 from benchmarks.floor import floor
 from benchmarks.methods import Method, methods
 
@@ -28,6 +28,7 @@ def small(level, task="loss", dtype="float32", **options):
 
 TASKS = [dict(task=task) for task in ("loss", *POLICIES, "log_probs")]
 LAYOUTS = [dict(layout=layout) for layout in ("padded", "packed", "zero advantage")]
+LAYOUTS += [dict(profile=REAL), dict(profile=REAL, layout="packed")]
 OF_PLAIN_CASES = {"search", "loss", "log_probs", *POLICIES}
 ON_A_CPU = [method for method in methods() if "cpu" in method.devices]
 PLAIN = [m for m in ON_A_CPU if {*m.tasks} & OF_PLAIN_CASES and m.sweep != SAMPLING_MASK]
