@@ -6,6 +6,7 @@ import pytest
 import torch
 from accuracy import assert_as_reference
 from helpers import KERNELS, exhaustive_unless, make_case
+from torch._functorch.aot_autograd import aot_function
 from torch._inductor.utils import run_and_get_code
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map_only
@@ -514,6 +515,13 @@ def test_export(name, strict):
     exported = program.module(check_guards=False)  # torch cannot check those of globals
     for batch in (first, second):
         assert_close(exported(*batch), module(*batch), rtol=0, atol=0)
+
+
+def test_functional_tensors():
+    """AOTAutograd alone calls the package with a kind of its own."""
+    logits, labels, *_ = next(batches([7]))
+    traced = aot_function(lambda *x: log_probs(*x)[0], lambda graph, _: graph)
+    assert_close(traced(logits, labels), log_probs(logits, labels)[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("call", [bapo_loss, log_probs])
