@@ -42,7 +42,7 @@ FAMILIES = {
 }
 TEXT = dict(
     vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, max_position_embeddings=32,
+    num_key_value_heads=1, max_position_embeddings=32,
 )  # fmt: skip
 SIZES = TEXT | dict(
     n_embd=16, embedding_dim=16, n_layer=1, num_blocks=1, n_head=2, num_heads=2, head_dim=8,
@@ -67,6 +67,8 @@ def family(name, **options):
     config = kind.config_class
     sizes = {key: value for key, value in SIZES.items() if key in vars(config())}
     sizes = MULTIMODAL if "Conditional" in name else sizes
+    if name == "DeepseekV3":  # its attention has as many of both
+        sizes |= dict(num_key_value_heads=2)
     model = kind(config(**sizes | options, experts_implementation="eager")).eval()
     with torch.no_grad():
         for parameter in model.get_output_embeddings().parameters():
