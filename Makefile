@@ -123,7 +123,7 @@ sanitize: .venv/built
 	  ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/sanitize && PYTHONPATH=. BAPO_REQUIRE_NATIVE=1 ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  ../../$(PYTEST) -m "not compile" -k "not triton and not forks" \
+	  ../../$(PYTEST) -m "not compile" -k "not triton" \
 	  $(filter-out $(UNSANITISED:%=tests/test_%.py),$(wildcard tests/test_*.py))
 
 # Executes the PTX of the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host): for each
