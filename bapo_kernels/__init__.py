@@ -11,6 +11,7 @@ from .core.memory import empty_cache
 from .functional import bapo_loss, bapo_loss_from_log_probs, log_probs
 from .linear import bapo_linear_loss, linear_log_probs, linear_top_k
 from .lm_head import LMHead
+from .metrics import mean_metrics
 from .modules import BAPOLinearLoss, BAPOLoss
 from .output import BAPOOutput, ClipBounds
 from .sampling_mask import SamplingMask
@@ -39,6 +40,7 @@ __all__ = [
     "linear_log_probs",
     "linear_top_k",
     "log_probs",
+    "mean_metrics",
     "reference",
     "warm_up",
 ]

@@ -15,6 +15,8 @@ REPORT = (
     "loss",
     "pg_loss",
     "pg_clipfrac",
+    "pg_clipfrac_pos",
+    "pg_clipfrac_neg",
     "pg_clipfrac_lower",
     "ppo_kl",
     "entropy",
@@ -26,7 +28,12 @@ REPORT = (
     "bapo_pos_share_max",
     "bapo_pos_neg_ratio",
     "bapo_saturated",
+    "bapo_acted",
+    "tokens",
+    "tokens_pos",
+    "tokens_neg",
     "live_tokens",
+    "loss_adds_up",
 )
 
 
@@ -69,7 +76,10 @@ class BAPOOutput(NamedTuple):
         metrics: detached 0-dim tensors. ``pg_loss`` and ``kl_loss`` are aggregated like the
             loss. ``pg_clipfrac`` (with ``surrogate="cispo"`` and ``"mask"``, tokens whose ratio is
             outside the bounds), ``pg_clipfrac_lower`` (dual clip; with ``"mask"``, tokens below the
-            lower bound), ``ppo_kl`` and ``entropy`` are means over tokens.
+            lower bound), ``ppo_kl`` and ``entropy`` are means over tokens. ``pg_clipfrac_pos`` and
+            ``pg_clipfrac_neg`` are ``pg_clipfrac`` of the tokens with A > 0 and A < 0, or 0.
+            ``tokens``, ``tokens_pos`` and ``tokens_neg`` count the unmasked tokens: all, those with
+            A > 0, and those with A < 0.
             ``bapo_clip_low`` and ``bapo_clip_high`` are the bounds, or the means of bounds per
             token; without bounds (``surrogate="sapo"``) 0 and infinity. From the positive and the
             negative mass at these bounds, ``bapo_pos_share`` is ``pos/(pos + neg)``, and
@@ -77,9 +87,13 @@ class BAPOOutput(NamedTuple):
             ``bapo_pos_share_start`` is the share at the starting bounds of the config, and
             ``bapo_pos_share_max`` the highest in its grids. A share is 0 if both masses are 0.
             ``bapo_saturated`` is 1 if the share, or the ratio of the masses, is below the target.
+            ``bapo_acted`` is 1 if the bounds in use, or any of a token, differ from the starting
+            bounds of the config: its mean over steps is the share of steps in which BAPO acts.
             After a search in a ``process_group`` the masses are those of all its ranks. With given
             ``bounds`` they are those of this rank, as all other metrics always are.
             ``live_tokens`` counts the tokens that the means cover with ``statistics="live"``.
+            ``loss_adds_up`` is there, and 1, if the losses of micro-batches add up to that of their
+            batch (:func:`mean_metrics`).
             ``label_outside_mask``, only with a ``sampling_mask``, counts the unmasked tokens whose
             label is not in the set of its row.
 

@@ -84,7 +84,8 @@ class ClipBoundSearch:
         self._undecided = False  # tokens since the last decision
         if scope == "lagged":
             start = self.config.options.start()
-            self._decide(start, dict(zip(SEARCH_METRICS, start, strict=False)))
+            known = dict(bapo_clip_low=start[0], bapo_clip_high=start[1], bapo_acted=0.0)
+            self._decide(start, known)
 
     @property
     def metrics(self) -> dict[str, Tensor]:

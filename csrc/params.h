@@ -21,10 +21,11 @@ constexpr int64_t kIgnoredLabel = -100;
         target_is_ratio, upper_first, uniform_weight, unclipped_only, surrogate, clip_ratio_c, \
         sapo_tau_pos, sapo_tau_neg, kl_loss_coef, kl_loss_type, entropy_coef, temperature,     \
         logit_scale, softcap, loss_agg_mode, loss_scale_factor
-#define BAPO_REPORT                                                                         \
-    loss, pg_loss, pg_clipfrac, pg_clipfrac_lower, ppo_kl, entropy, kl_loss, bapo_clip_low, \
-        bapo_clip_high, bapo_pos_share, bapo_pos_share_start, bapo_pos_share_max,           \
-        bapo_pos_neg_ratio, bapo_saturated, live_tokens
+#define BAPO_REPORT                                                                             \
+    loss, pg_loss, pg_clipfrac, pg_clipfrac_pos, pg_clipfrac_neg, pg_clipfrac_lower, ppo_kl,    \
+        entropy, kl_loss, bapo_clip_low, bapo_clip_high, bapo_pos_share, bapo_pos_share_start,  \
+        bapo_pos_share_max, bapo_pos_neg_ratio, bapo_saturated, bapo_acted, tokens, tokens_pos, \
+        tokens_neg, live_tokens, loss_adds_up
 
 // Each field is a row of the tokens of a call.
 struct Field {

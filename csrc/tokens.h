@@ -170,12 +170,22 @@ BAPO_HD void write_result(const double* table, const GridPoints& grids, GridStep
                       neg[0],        pos[last_upper], neg[last_lower]};
 }
 
-struct TokenLossSums {
-    double loss, pg_loss, kl_loss, count, clipped, dual_clipped, log_ratio, entropy;
+// The sums over tokens; threads of a GPU count in int, which takes half the registers.
+template <typename Count>
+struct SumsOfTokens {
+    double loss, pg_loss, kl_loss, log_ratio, entropy;
     double pos, neg, pos_start, neg_start, pos_last, neg_last;
     double lower, upper;
+    Count tokens, count, clipped, dual_clipped;
+    Count tokens_pos, tokens_neg, clipped_pos, clipped_neg, acted;
 };
+using TokenLossSums = SumsOfTokens<double>;
 constexpr int kTokenLossSums = sizeof(TokenLossSums) / sizeof(double);
+
+// Bounds of tokens are float32.
+BAPO_HD bool differ(Bounds bounds, Bounds start) {
+    return bounds.lower != (float)start.lower || bounds.upper != (float)start.upper;
+}
 
 // A value of the caller's output: 0 where masked, NaN where unmasked and not counted.
 BAPO_HD float output_value(const TokenLossParams& params, int64_t i, double value) {
@@ -184,7 +194,8 @@ BAPO_HD float output_value(const TokenLossParams& params, int64_t i, double valu
 }
 
 // Adds a token to the sums; writes the gradients of its log-prob and entropy, and its outputs.
-BAPO_HD void add_token(const TokenLossParams& params, int64_t i, TokenLossSums& sums) {
+template <typename Count>
+BAPO_HD void add_token(const TokenLossParams& params, int64_t i, SumsOfTokens<Count>& sums) {
     const TokenInputs& tokens = params.tokens;
     const PolicyOptions& options = params.options;
     if (params.dlog_probs) params.dlog_probs[i] = 0.0;
@@ -196,6 +207,7 @@ BAPO_HD void add_token(const TokenLossParams& params, int64_t i, TokenLossSums& 
             params.outputs[params.count + i] = output_value(params, i, params.entropy[i]);
         }
     }
+    if (params.unmasked && params.unmasked[i]) ++sums.tokens;
     if (!tokens.counted[i]) return;
 
     const bool own_bounds = tokens.lower != nullptr;
@@ -226,7 +238,7 @@ BAPO_HD void add_token(const TokenLossParams& params, int64_t i, TokenLossSums& 
     sums.loss += weight * loss;
     sums.pg_loss += weight * policy.loss;
     sums.kl_loss += weight * kl;
-    sums.count += 1.0;
+    ++sums.count;
     sums.clipped += policy.clipped;
     sums.dual_clipped += policy.dual_clipped;
     sums.log_ratio += ratio.log_value;
@@ -234,6 +246,7 @@ BAPO_HD void add_token(const TokenLossParams& params, int64_t i, TokenLossSums& 
     if (own_bounds) {
         sums.lower += bounds.lower;
         sums.upper += bounds.upper;
+        sums.acted += differ(bounds, params.start);
     }
     if (A > 0.0 || A < 0.0) {
         const double w = search_weight(tokens, params.uniform_weight, i, token.old_log_prob);
@@ -245,10 +258,14 @@ BAPO_HD void add_token(const TokenLossParams& params, int64_t i, TokenLossSums& 
             sums.pos += at_bounds;
             sums.pos_start += at_start;
             sums.pos_last += at_last;
+            ++sums.tokens_pos;
+            sums.clipped_pos += policy.clipped;
         } else {
             sums.neg += at_bounds;
             sums.neg_start += at_start;
             sums.neg_last += at_last;
+            ++sums.tokens_neg;
+            sums.clipped_neg += policy.clipped;
         }
     }
 }
@@ -274,6 +291,8 @@ BAPO_HD void report(const TokenLossParams& params, TokenLossSums total) {
     out.loss = (float)total.loss;
     out.pg_loss = (float)total.pg_loss;
     out.pg_clipfrac = (float)(total.clipped / count);
+    out.pg_clipfrac_pos = (float)share_of(total.clipped_pos, total.tokens_pos);
+    out.pg_clipfrac_neg = (float)share_of(total.clipped_neg, total.tokens_neg);
     out.pg_clipfrac_lower = (float)(total.dual_clipped / count);
     out.ppo_kl = (float)(-total.log_ratio / count);
     out.entropy = (float)(total.entropy / count);
@@ -286,7 +305,14 @@ BAPO_HD void report(const TokenLossParams& params, TokenLossSums total) {
         (float)share_of(total.pos_last, total.pos_last + smallest_negative(total));
     out.bapo_pos_neg_ratio = (float)tested_quantity(total.pos, total.neg, true);
     out.bapo_saturated = quantity < params.target.value ? 1.0f : 0.0f;
+    const bool acted = params.bounds ? differ({params.bounds[0], params.bounds[1]}, params.start)
+                                     : total.acted > 0.0;
+    out.bapo_acted = acted ? 1.0f : 0.0f;
+    out.tokens = (float)(params.unmasked ? total.tokens : total.count);
+    out.tokens_pos = (float)total.tokens_pos;
+    out.tokens_neg = (float)total.tokens_neg;
     out.live_tokens = (float)total.count;
+    out.loss_adds_up = 1.0f;  // the caller shows it where it holds
 }
 
 }  // namespace bapo

@@ -120,6 +120,7 @@ class Call:
         labels: int64 ``[N]``, or ``[N, K]`` where each row has several; ``None`` where log-probs
             are given.
         weights: float64 ``[N]``, of the aggregation.
+        adds_up: whether the losses of the calls of a batch add up to that of the batch.
         ticket: int32 ``[1]``, 0: the scratch memory of ``token_loss``.
         bounds: float32 ``[2]``, of all tokens; ``None``: tokens have their own, or the call
             searches.
@@ -139,6 +140,7 @@ class Call:
     statistics: Statistics = "all"
     labels: Tensor | None = None
     weights: Tensor | None = None
+    adds_up: bool = False
     ticket: Tensor | None = None
     bounds: Tensor | None = None
     sequences: Sequences | None = None

@@ -124,6 +124,8 @@ def loss_of_log_probs(
     loss = metrics.pop("loss")
     if call.statistics == "all":
         del metrics["live_tokens"]
+    if not call.adds_up:
+        del metrics["loss_adds_up"]
     if call.sets is not None:
         metrics["label_outside_mask"] = call.sets.labels_outside(call.unmasked)
     shown = outputs.unbind()

@@ -18,9 +18,17 @@ from ..bounds import SEARCH_METRICS
 from ..checks import require
 from ..config import BAPOConfig
 
-_NOT_AVERAGED = "bapo_pos_neg_ratio"  # may be infinite, and frameworks average what they log
-BOUND_METRICS = ("bapo_clip_low", "bapo_clip_high", "bapo_pos_share", "bapo_saturated")
-DECISION_METRICS = tuple(name for name in SEARCH_METRICS if name != _NOT_AVERAGED)
+# The first may be infinite, and frameworks average what they log; the second is no metric of it.
+_NOT_AVERAGED = "bapo_pos_neg_ratio", "loss_adds_up"
+BOUND_METRICS = (
+    "bapo_clip_low",
+    "bapo_clip_high",
+    "bapo_pos_share",
+    "bapo_saturated",
+    "bapo_acted",
+)
+CLIP_METRICS = ("pg_clipfrac", "pg_clipfrac_pos", "pg_clipfrac_neg", "pg_clipfrac_lower")
+DECISION_METRICS = tuple(name for name in SEARCH_METRICS if name not in _NOT_AVERAGED)
 OPTIONS = {field.name for field in fields(BAPOConfig)}
 # A framework decides these if it computes log-probs itself and adds its own KL and entropy terms.
 _OF_THE_FRAMEWORK = (
@@ -116,7 +124,7 @@ def averageable(
     config: BAPOConfig, metrics: Mapping[str, Tensor], names: Iterable[str] | None = None
 ) -> dict[str, Tensor]:
     """The named metrics, or all, that can be averaged; without bounds, none of the search."""
-    kept = (name for name in names or metrics if name != _NOT_AVERAGED)
+    kept = (name for name in names or metrics if name not in _NOT_AVERAGED)
     return {name: metrics[name] for name in kept if config.has_bounds or "bapo_" not in name}
 
 

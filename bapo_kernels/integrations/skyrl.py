@@ -13,7 +13,7 @@ from torch import Tensor
 from ..checks import require
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from . import BOUND_METRICS, config_of, left_to, on_host
+from . import BOUND_METRICS, CLIP_METRICS, config_of, left_to, on_host
 
 
 def bapo_policy_loss(
@@ -71,7 +71,7 @@ def bapo_policy_loss(
         rollout_log_probs=rollout_logprobs,
         rollout_is_weights=weights,
     )
-    metrics = on_host(bapo, out.metrics, ("pg_clipfrac", *BOUND_METRICS))
+    metrics = on_host(bapo, out.metrics, (*CLIP_METRICS[:3], *BOUND_METRICS))
     return out.loss, {"clip_ratio": metrics.pop("pg_clipfrac"), **metrics, **correction_metrics}
 
 

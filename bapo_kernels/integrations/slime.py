@@ -16,7 +16,7 @@ from torch import Tensor
 from ..checks import require
 from ..config import BAPOConfig
 from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
-from . import averageable, config_of
+from . import BOUND_METRICS, CLIP_METRICS, averageable, config_of
 from .slime_tokens import ResponseTokens, Weights, corrects, on_device, response_tokens, weights_of
 
 _OWNERS = dict(
@@ -25,7 +25,7 @@ _OWNERS = dict(
     clip_ratio_c="eps_clip_c",
     temperature="rollout_temperature",
 )
-_METRICS = ("pg_clipfrac", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share")
+_METRICS = (*CLIP_METRICS[:3], *BOUND_METRICS)
 
 
 def bapo_loss_function(

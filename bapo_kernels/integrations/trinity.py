@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from . import BOUND_METRICS, config_of, left_to, masked_reduction, on_host
+from . import BOUND_METRICS, CLIP_METRICS, config_of, left_to, masked_reduction, on_host
 
 _OWNERS = left_to("Trinity", loss_agg_mode="loss_agg_mode")
-_METRICS = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", *BOUND_METRICS)
+_METRICS = ("pg_loss", *CLIP_METRICS, "ppo_kl", *BOUND_METRICS)
 
 
 def bapo_policy_loss(

@@ -91,6 +91,19 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         )
         self._known: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         self._calls_left = 0  # micro-batches of the optimizer step that are still to be computed
+        self.accelerator.print(self._summary())
+
+    def _summary(self) -> str:
+        """What BAPO does in this run, in a line."""
+        config, head = self.bapo_config, f"head {self._head({})}"
+        if not config.has_bounds:
+            return f"BAPO: no search with {config.surrogate}, {head}"
+        grids = [
+            f"{name} {grid[0]:g} to {grid[-1]:g} in {len(grid) - 1} steps"
+            for name, grid in (("c_low", config.lower_grid), ("c_high", config.upper_grid))
+        ]
+        target = f"{config.target_kind} {config.target:g}"
+        return f"BAPO: scope {self.search.scope}, target {target}, {', '.join(grids)}, {head}"
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         training, scope = self.model.training, self.args.bapo_scope

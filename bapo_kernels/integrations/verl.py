@@ -20,14 +20,14 @@ from ..checks import check_group, require, warn_once
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
 from ..scopes import ClipBoundSearch, Scope
-from . import DECISION_METRICS, OPTIONS, config_of, on_host, require_version
+from . import CLIP_METRICS, DECISION_METRICS, OPTIONS, config_of, on_host, require_version
 
 require_version("verl", "0.6.1")
 
 from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
 from verl.workers.config import ActorConfig, PolicyLossConfig  # noqa: E402
 
-_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", *DECISION_METRICS)
+_METRICS = (*CLIP_METRICS, "ppo_kl", *DECISION_METRICS)
 _group: dist.ProcessGroup | None = None
 
 

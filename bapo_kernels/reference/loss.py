@@ -26,7 +26,7 @@ from ..core.distributed import whole_vocabulary
 from ..output import BAPOOutput, ClipBounds
 from ..sampling_mask import SamplingMask
 from .sampling_sets import outside_of_sets
-from .search import Contributions, find_clip_bounds, search_metrics
+from .search import Contributions, differ, find_clip_bounds, search_metrics
 from .softmax import head_logits, log_probs
 from .tokens import (
     behaviour_log_probs,
@@ -116,26 +116,37 @@ def bapo_loss_from_log_probs(
         if config.ratio_level == "sequence":
             live = sequence_mean(live, unmasked, cu_seqlens)
         counted = unmasked & (live > 0)
-    count = counted.sum().clamp(min=1)
+    positive, negative = counted & (A > 0), counted & (A < 0)
 
     def mean(values: Tensor) -> Tensor:
-        return (torch.where(counted, values.to(work), 0.0).sum() / count).detach()
+        return share(values, counted)
+
+    def share(values: Tensor, of: Tensor) -> Tensor:
+        return (torch.where(of, values.to(work), 0.0).sum() / of.sum().clamp(min=1)).detach()
 
     group = given.process_group if searched else None
     tokens = given_logp, old_log_probs, A, unmasked, rollout_log_probs, group, cu_seqlens
     masses = _masses(Contributions(config, *tokens), at, searched)
     means = ClipBounds(*(bound if bound.ndim == 0 else mean(bound) for bound in at))
+    acted = (differ(at, config) & counted).any() if at.lower.ndim else None
     metrics = {
         "pg_loss": aggregate(terms.policy).detach(),
         "pg_clipfrac": mean(terms.clipped),
+        "pg_clipfrac_pos": share(terms.clipped, positive),
+        "pg_clipfrac_neg": share(terms.clipped, negative),
         "pg_clipfrac_lower": mean(terms.dual_clipped),
         "ppo_kl": mean(-log_ratio),
         "entropy": mean(ent),
         "kl_loss": aggregate(torch.where(counted, terms.kl, 0.0)).detach(),
-        **search_metrics(means, masses, config),
+        **search_metrics(means, masses, config, acted),
+        "tokens": unmasked.sum(),
+        "tokens_pos": positive.sum(),
+        "tokens_neg": negative.sum(),
     }
     if given.statistics == "live":
         metrics["live_tokens"] = counted.sum()
+    if given.adds_up():
+        metrics["loss_adds_up"] = torch.ones_like(metrics["pg_loss"])
     metrics = {name: value.to(work) for name, value in metrics.items()}
 
     def report(values: Tensor) -> Tensor:

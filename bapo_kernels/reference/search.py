@@ -153,14 +153,20 @@ def tested_quantity(pos: Tensor, neg: Tensor, kind: TargetKind) -> Tensor:
     return torch.where(pos + neg == 0, torch.inf, pos / (pos + neg))
 
 
-def search_metrics(bounds: ClipBounds, masses: Tensor, config: BAPOConfig) -> dict[str, Tensor]:
+def search_metrics(
+    bounds: ClipBounds, masses: Tensor, config: BAPOConfig, acted: Tensor | None = None
+) -> dict[str, Tensor]:
     """The metrics of a decision.
 
     Args:
+        bounds: those of all tokens, or the means of those of each.
+        acted: bool, whether any bound of a token is not the starting one.
         masses: ``[6]``, the positive and the negative mass at the bounds, then both at the starting
             bounds, then both at the last points of the grids.
     """
     pos, neg, pos_start, neg_start, pos_last, neg_last = masses.unbind()
+    if acted is None:
+        acted = differ(bounds, config)
     return {
         "bapo_clip_low": bounds.lower,
         "bapo_clip_high": bounds.upper,
@@ -171,7 +177,15 @@ def search_metrics(bounds: ClipBounds, masses: Tensor, config: BAPOConfig) -> di
         "bapo_pos_share_max": _share(pos_last, torch.minimum(neg_start, neg_last)),
         "bapo_pos_neg_ratio": tested_quantity(pos, neg, "ratio"),
         "bapo_saturated": tested_quantity(pos, neg, config.target_kind) < config.options.target,
+        "bapo_acted": acted,
     }
+
+
+def differ(bounds: ClipBounds, config: BAPOConfig) -> Tensor:
+    """Where bounds, which are float32, are not the starting bounds."""
+    lower, upper = torch.tensor(config.options.start(), dtype=torch.float32, device="cpu")
+    different: Tensor = (bounds.lower != lower) | (bounds.upper != upper)
+    return different
 
 
 def _share(pos: Tensor, neg: Tensor) -> Tensor:

@@ -22,18 +22,17 @@ int blocks_of(int64_t count) {
 }
 
 // Writes the sums over the threads of this block.
-__device__ void write_partial(const TokenLossSums& sums, double* partial) {
+__device__ void write_partial(const SumsOfTokens<int>& sums, double* partial) {
     __shared__ double warps[kWarps][kTokenLossSums];
-    const double values[kTokenLossSums] = {
-        sums.loss,      sums.pg_loss,  sums.kl_loss, sums.count, sums.clipped,   sums.dual_clipped,
-        sums.log_ratio, sums.entropy,  sums.pos,     sums.neg,   sums.pos_start, sums.neg_start,
-        sums.pos_last,  sums.neg_last, sums.lower,   sums.upper};
-#pragma unroll
-    for (int k = 0; k < kTokenLossSums; ++k) {
-        double value = values[k];
+    const auto add = [&](int k, double value) {
         add_lanes(value);
         if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp][k] = value;
-    }
+    };
+    constexpr int kReal = offsetof(TokenLossSums, tokens) / sizeof(double);
+#pragma unroll
+    for (int k = 0; k < kReal; ++k) add(k, reinterpret_cast<const double*>(&sums)[k]);
+#pragma unroll
+    for (int k = kReal; k < kTokenLossSums; ++k) add(k, (&sums.tokens)[k - kReal]);
     __syncthreads();
     if (threadIdx.x >= kTokenLossSums) return;
     double total = 0.0;
@@ -57,7 +56,7 @@ __device__ bool is_last_block(int32_t* ticket) {
 __global__ void __launch_bounds__(kThreads)
     token_loss_kernel(const __grid_constant__ TokenLossParams params, double* partials) {
     __shared__ double groups[kGroups][kTokenLossSums];
-    TokenLossSums sums{};
+    SumsOfTokens<int> sums{};
     const int64_t step = (int64_t)gridDim.x * kThreads;
     for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < params.count; i += step) {
         add_token(params, i, sums);

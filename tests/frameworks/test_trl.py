@@ -140,7 +140,10 @@ class TRLs(Recorder, GRPOTrainer):
     pass
 
 
-LOGGED = ("clip_low", "clip_high", "pos_share", "pos_share_start", "pos_share_max", "saturated")
+LOGGED = (
+    *("clip_low", "clip_high", "pos_share", "pos_share_start", "pos_share_max"),
+    *("saturated", "acted"),
+)
 
 
 class Searching(TRLs):
@@ -149,7 +152,7 @@ class Searching(TRLs):
     def start(self, rollouts, weights, config):
         self.search_config, self.scope, self.seen = config, self.args.bapo_scope, []
         self.bounds = [0.6, 1.2]
-        self.metrics = {"clip_low": 0.6, "clip_high": 1.2}  # before the first decision
+        self.metrics = {"clip_low": 0.6, "clip_high": 1.2, "acted": 0.0}  # before the first decision
         return super().start(rollouts, weights)
 
     def log_probs(self, model, inputs):

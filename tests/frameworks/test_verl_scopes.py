@@ -71,7 +71,7 @@ def test_training(worlds, tmp_path, scope):
         theirs = [parameters for _, parameters in same]
         assert_trained(full, theirs, parameters, before, len(steps), size)
     decided = [{k: v for k, v in of[-1].items() if "bapo" in k} for of, _ in results]
-    assert len(decided[0]) == 6
+    assert len(decided[0]) == 7
     assert decided[0] == decided[1], "it is made by both ranks"
 
 

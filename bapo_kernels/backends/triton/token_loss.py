@@ -21,8 +21,10 @@ from .tokens import bits, has, load_field
 TOKENS = 256  # per program and step
 # Sums over the tokens of each program, in the order of csrc/tokens.h.
 SUMS = (
-    *("loss", "pg_loss", "kl_loss", "count", "clipped", "dual_clipped", "log_ratio", "entropy"),
+    *("loss", "pg_loss", "kl_loss", "log_ratio", "entropy"),
     *("pos", "neg", "pos_start", "neg_start", "pos_last", "neg_last", "lower", "upper"),
+    *("tokens", "count", "clipped", "dual_clipped"),
+    *("tokens_pos", "tokens_neg", "clipped_pos", "clipped_neg", "acted"),
 )
 _SUM_INDEX = {name: index for index, name in enumerate(SUMS)}
 _REPORT_INDEX = {name: index for index, name in enumerate(REPORT)}
@@ -81,11 +83,13 @@ def _token_loss_kernel(
     Their bits are therefore the same in every run.
     """
     zeros = tl.zeros((TOKENS,), tl.float64)
-    loss_sum, pg_loss_sum, kl_loss_sum, count = zeros, zeros, zeros, zeros
-    clipped_sum, dual_clipped_sum, log_ratio_sum, entropy_sum = zeros, zeros, zeros, zeros
+    none = tl.zeros((TOKENS,), tl.int32)
+    loss_sum, pg_loss_sum, kl_loss_sum, log_ratio_sum = zeros, zeros, zeros, zeros
+    entropy_sum, tokens_sum, count, clipped_sum, dual_clipped_sum = zeros, none, none, none, none
+    positives, negatives, clipped_pos, clipped_neg = none, none, none, none
     at_bounds, at_start, at_last = (zeros, zeros), (zeros, zeros), (zeros, zeros)
     if has(fields.LOWER, PRESENT):
-        lower_sum, upper_sum = zeros, zeros
+        lower_sum, upper_sum, acted = zeros, zeros, none
     else:
         clip = policy_math.load_bounds(bounds, None, PRESENT)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -103,6 +107,7 @@ def _token_loss_kernel(
             clip = policy_math.load_bounds(bounds, token, PRESENT)
             lower_sum += clip[0]
             upper_sum += clip[1]
+            acted += (mask & _differ(clip, lower_start, upper_start)).to(tl.int32)
         given = r, saturated, A, logp, clip, (clip_ratio_c, sapo_tau_pos, sapo_tau_neg)
         pg_loss, grad, clipped, dual_clipped = policy_math.policy_term(*given, SURROGATE)
         if has(fields.ROLLOUT_IS_WEIGHTS, PRESENT):
@@ -126,10 +131,12 @@ def _token_loss_kernel(
         tl.store(dlog_probs + index, tl.where(mask, weight * grad, 0.0), inside)
         if dentropies is not None:
             tl.store(dentropies + index, tl.where(mask, -weight * entropy_coef, 0.0), inside)
+        if unmasked is not None:
+            is_unmasked = tl.load(unmasked + index, inside, other=0) != 0
+            tokens_sum += is_unmasked.to(tl.int32)
         if outputs is not None:
             absent = tl.zeros((TOKENS,), tl.float32)
             if unmasked is not None:
-                is_unmasked = tl.load(unmasked + index, inside, other=0) != 0
                 absent = tl.where(is_unmasked, float("nan"), absent)
             tl.store(outputs + index, tl.where(mask, logp.to(tl.float32), absent), inside)
             if entropies is not None:
@@ -139,9 +146,14 @@ def _token_loss_kernel(
         loss_sum += tl.where(mask, weight * loss, 0.0)
         pg_loss_sum += tl.where(mask, weight * pg_loss, 0.0)
         kl_loss_sum += tl.where(mask, weight * kl, 0.0)
-        count += tl.where(mask, 1.0, 0.0)
-        clipped_sum += tl.where(mask & clipped, 1.0, 0.0)
-        dual_clipped_sum += tl.where(mask & dual_clipped, 1.0, 0.0)
+        count += mask.to(tl.int32)
+        clipped_sum += (mask & clipped).to(tl.int32)
+        dual_clipped_sum += (mask & dual_clipped).to(tl.int32)
+        positive, negative = mask & (A > 0.0), mask & (A < 0.0)
+        positives += positive.to(tl.int32)
+        negatives += negative.to(tl.int32)
+        clipped_pos += (positive & clipped).to(tl.int32)
+        clipped_neg += (negative & clipped).to(tl.int32)
         log_ratio_sum += tl.where(mask, log_ratio, 0.0)
         entropy_sum += tl.where(mask, entropy, 0.0)
         if masses is None:
@@ -151,21 +163,25 @@ def _token_loss_kernel(
             at_start = _add_masses(at_start, terms, (lower_start, upper_start), UNCLIPPED_ONLY)
             at_last = _add_masses(at_last, terms, (lower_last, upper_last), UNCLIPPED_ONLY)
 
-    _store_sums(partials, "loss", (loss_sum, pg_loss_sum, kl_loss_sum, count))
-    _store_sums(partials, "clipped", (clipped_sum, dual_clipped_sum, log_ratio_sum, entropy_sum))
+    sums = loss_sum, pg_loss_sum, kl_loss_sum, log_ratio_sum, entropy_sum
+    _store_sums(partials, "loss", sums)
+    _store_sums(partials, "tokens", (tokens_sum, count, clipped_sum, dual_clipped_sum))
+    _store_sums(partials, "tokens_pos", (positives, negatives, clipped_pos, clipped_neg))
     if masses is None:
         _store_sums(partials, "pos", at_bounds)
         _store_sums(partials, "pos_start", at_start)
         _store_sums(partials, "pos_last", at_last)
     if has(fields.LOWER, PRESENT):
         _store_sums(partials, "lower", (lower_sum, upper_sum))
+        _store_sums(partials, "acted", (acted,))
     # The barrier orders the stores of all threads before the atomic of one of them. It releases
     # them, and in the last program acquires those of the other programs, whose sums are then read
     # past the L1 cache, which is not coherent.
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1:
         tl.store(ticket, 0)
-        _report(partials, bounds, masses, report, target, TARGET_IS_RATIO, PRESENT, PROGRAMS)
+        given = bounds, masses, report, lower_start, upper_start, target
+        _report(partials, *given, unmasked is not None, TARGET_IS_RATIO, PRESENT, PROGRAMS)
 
 
 @triton.jit
@@ -196,6 +212,13 @@ def _sum_of(partials, name: tl.constexpr, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
+def _differ(clip, lower_start, upper_start):
+    """Whether bounds, which are float32, are not the starting bounds."""
+    lower, upper = tl.cast(lower_start, tl.float32), tl.cast(upper_start, tl.float32)
+    return (clip[0].to(tl.float32) != lower) | (clip[1].to(tl.float32) != upper)
+
+
+@triton.jit
 def _share(value, total):
     return tl.where(total == 0.0, 0.0, value / tl.where(total == 0.0, 1.0, total))
 
@@ -206,7 +229,10 @@ def _report(
     bounds,
     masses,
     report,
+    lower_start,
+    upper_start,
     target,
+    SKIPS: tl.constexpr,
     TARGET_IS_RATIO: tl.constexpr,
     PRESENT: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -230,6 +256,12 @@ def _report(
     _store_entry(report, "loss", _sum_of(partials, "loss", PROGRAMS))
     _store_entry(report, "pg_loss", _sum_of(partials, "pg_loss", PROGRAMS))
     _store_entry(report, "pg_clipfrac", clipped / count)
+    positives = _sum_of(partials, "tokens_pos", PROGRAMS)
+    negatives = _sum_of(partials, "tokens_neg", PROGRAMS)
+    clipped_pos = _sum_of(partials, "clipped_pos", PROGRAMS)
+    clipped_neg = _sum_of(partials, "clipped_neg", PROGRAMS)
+    _store_entry(report, "pg_clipfrac_pos", _share(clipped_pos, positives))
+    _store_entry(report, "pg_clipfrac_neg", _share(clipped_neg, negatives))
     _store_entry(report, "pg_clipfrac_lower", dual_clipped / count)
     _store_entry(report, "ppo_kl", -_sum_of(partials, "log_ratio", PROGRAMS) / count)
     _store_entry(report, "entropy", _sum_of(partials, "entropy", PROGRAMS) / count)
@@ -237,7 +269,10 @@ def _report(
     if has(fields.LOWER, PRESENT):
         _store_entry(report, "bapo_clip_low", _sum_of(partials, "lower", PROGRAMS) / count)
         _store_entry(report, "bapo_clip_high", _sum_of(partials, "upper", PROGRAMS) / count)
+        acted = _sum_of(partials, "acted", PROGRAMS) > 0.0
     else:
+        clip = policy_math.load_bounds(bounds, None, PRESENT)
+        acted = _differ(clip, lower_start, upper_start)
         _store_entry(report, "bapo_clip_low", tl.load(bounds))
         _store_entry(report, "bapo_clip_high", tl.load(bounds + 1))
     _store_entry(report, "bapo_pos_share", _share(pos, pos + neg))
@@ -245,7 +280,15 @@ def _report(
     _store_entry(report, "bapo_pos_share_max", _share(pos_last, pos_last + neg_min))
     _store_entry(report, "bapo_pos_neg_ratio", policy_math.tested_quantity(pos, neg, True))
     _store_entry(report, "bapo_saturated", saturated)
+    _store_entry(report, "bapo_acted", acted)
+    if SKIPS:
+        _store_entry(report, "tokens", _sum_of(partials, "tokens", PROGRAMS))
+    else:
+        _store_entry(report, "tokens", live_tokens)
+    _store_entry(report, "tokens_pos", positives)
+    _store_entry(report, "tokens_neg", negatives)
     _store_entry(report, "live_tokens", live_tokens)
+    tl.store(report + _report_index("loss_adds_up"), 1.0)  # the caller shows it where it holds
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def prepared(backend: str, given: Arguments, columns: int = 0) -> Call:
     masks = unmasked, unmasked if counted is None else counted
     call = Call(
         *(config.options, backend, like.shape, *masks, fields, present, given.statistics),
-        *(labels, weights, ticket, given.bounds),
+        *(labels, weights, given.adds_up(), ticket, given.bounds),
         process_group=given.process_group,
     )
     if config.ratio_level == "sequence":

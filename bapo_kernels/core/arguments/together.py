@@ -57,6 +57,10 @@ class Arguments(NamedTuple):
         needs_all = self.config.kl_loss_coef or self.config.entropy_coef
         return self.statistics == "live" and not needs_all
 
+    def adds_up(self) -> bool:
+        """Whether the losses of the calls of a batch add up to that of the batch."""
+        return self.divisor is not None or self.config.loss_agg_mode == "token-sum"
+
     def sequences(self) -> Sequences:
         """The sequences of the tokens, whether or not the ratio is theirs."""
         length = self.labels_or_log_probs.shape[-1] if self.labels_or_log_probs.ndim else 1
