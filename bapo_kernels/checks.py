@@ -55,14 +55,23 @@ def outside_inference_mode(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def without_config(function: F) -> F:
-    """Says what takes the place of ``config`` where a function has no such argument."""
+# What takes the place of an argument that a function does not have.
+_INSTEAD = {
+    "config": "not be given: pass temperature=, and **head.transform for scale and soft cap",
+    "mask": "be called response_mask",
+}
+
+
+def names_instead(function: F) -> F:
+    """Makes ``function`` say which argument is meant by some that it does not have."""
+    has = inspect.signature(function).parameters
+    unknown = {name: rule for name, rule in _INSTEAD.items() if name not in has}
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "config" in kwargs:
-            rule = "not be given: pass temperature=, and **head.transform for scale and soft cap"
-            refuse("config", rule, type(kwargs["config"]).__name__, TypeError)
+        for name, rule in unknown.items():
+            if name in kwargs:
+                refuse(name, rule, type(kwargs[name]).__name__, TypeError)
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import wraps
+from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from .checks import number, require
@@ -68,6 +71,31 @@ _NONE_OR_FINITE: dict[str, tuple[float, str]] = {
     "loss_scale_factor": (0.0, "be None, or finite and > 0"),
     "clip_ratio_c": (1.0, "be None, or finite and > 1"),
 }
+
+
+# What other trainers call these, or the way to say them here (docs/migrating.md).
+_ELSEWHERE = {
+    "clip_ratio_c": ("delta",),
+    "kl_loss_coef": ("beta", "kl_coef"),
+    "loss_agg_mode": ("loss_type",),
+    "ratio_level": ("importance_sampling_level",),
+    "sapo_tau_neg": ("sapo_temperature_neg", "tau_neg"),
+    "sapo_tau_pos": ("sapo_temperature_pos", "tau_pos"),
+    "surrogate": ("loss_mode", "policy_loss"),
+    "BAPOConfig.fixed(1 - epsilon, 1 + epsilon)": (
+        *("clip_ratio", "clip_ratio_low", "clip_ratio_high"),
+        *("epsilon", "epsilon_low", "epsilon_high", "eps_clip"),
+    ),
+}
+
+
+def meant(name: str) -> str:
+    """The option that a wrong name stands for, as the end of an error; empty if none does."""
+    elsewhere = {old: here for here, names in _ELSEWHERE.items() for old in names}
+    options = [*BAPOConfig.__dataclass_fields__]
+    near = get_close_matches(name, [*options, *elsewhere], 1)
+    here = elsewhere.get(near[0], near[0]) if near else None
+    return f", did you mean {here}?" if here else ""
 
 
 def bound_grid(start: float, maximum: float, step: float) -> list[float]:
@@ -306,6 +334,9 @@ class BAPOConfig:
             ratio_upper_max=upper,
             target=0.0,
         )
+        is_swapped = all(isinstance(x, Real) for x in (lower, upper)) and upper < 1 < lower
+        rule = "be <= 1 and upper >= 1 (they are swapped)"
+        require(not is_swapped, "lower", rule, f"{lower} and {upper}")
         return cls(**(preset | options))
 
     @property
@@ -326,7 +357,8 @@ class BAPOConfig:
     def __post_init__(self) -> None:
         for name, literal in _CHOICES.items():
             value, choices = getattr(self, name), get_args(literal)
-            require(value in choices, name, f"be one of {sorted(choices)}", repr(value))
+            another = " (another: docs/guide.md, 'Your own loss')" if name == "surrogate" else ""
+            require(value in choices, name, f"be one of {sorted(choices)}{another}", repr(value))
         for name in (*GRID_FIELDS, "target", *_FINITE, *_NONE_OR_FINITE):
             value = getattr(self, name)
             if value is not None or name not in _NONE_OR_FINITE:
@@ -367,3 +399,20 @@ class BAPOConfig:
         rule = f"be 'surrogate' {because}, which clips no gradient away"
         counted, masks = self.contribution, self.surrogate == "mask"
         require(masks or counted == "surrogate", "contribution", rule, repr(counted))
+
+
+def _names_instead(init: Any) -> Any:
+    """Makes an unknown option say which one is meant."""
+
+    @wraps(init)
+    def made(self: BAPOConfig, *values: Any, **options: Any) -> None:
+        for name in options:
+            if name not in BAPOConfig.__dataclass_fields__:
+                unknown = f"BAPOConfig() got an unexpected keyword argument {name!r}"
+                raise TypeError(unknown + meant(name))
+        init(self, *values, **options)
+
+    return made
+
+
+BAPOConfig.__init__ = _names_instead(BAPOConfig.__init__)  # type: ignore[method-assign]

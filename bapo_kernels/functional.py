@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import reference
 from .backends import choose
-from .checks import refuse, typed, without_config
+from .checks import names_instead, refuse, typed
 from .config import BAPOConfig
 from .core.arguments.options import LossOptions, RowOptions, SoftmaxOptions
 from .core.arguments.prepare import prepared
@@ -28,6 +28,7 @@ from .output import BAPOOutput, GivenBounds
 from .sampling_mask import SamplingMask
 
 
+@names_instead
 def bapo_loss(
     logits: Tensor,
     labels: Tensor,
@@ -37,7 +38,7 @@ def bapo_loss(
     *,
     config: BAPOConfig | None = None,
     bounds: GivenBounds | None = None,
-    temperature: Tensor | None = None,
+    temperature: float | Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
     backend: str | None = None,
     inplace: bool = False,
@@ -74,8 +75,9 @@ def bapo_loss(
         bounds: clip bounds of the ratio, lower <= 1 <= upper, which replace the search. Each is a
             number, or a tensor that is 0-dim, ``[...]``, or one per sequence. :class:`ClipBounds`
             has the rules of their values.
-        temperature: ``[...]``, one per sequence, or 0-dim: of the distribution that each token was
-            sampled from. It replaces ``config.temperature``; read as float32, without gradient.
+        temperature: a number, or a tensor ``[...]``, one per sequence or 0-dim: of the distribution
+            that each token was sampled from. It replaces ``config.temperature``; a tensor is read
+            as float32, without gradient.
         sampling_mask: the set of ids that each token could have been drawn from; an empty set is
             the whole vocabulary. Log-prob, entropy, KL and gradient are those of the distribution
             over the set. ``old_log_probs``, ``rollout_log_probs`` and ``ref_log_probs`` must be
@@ -180,6 +182,7 @@ def bapo_loss(
     return output
 
 
+@names_instead
 def bapo_loss_from_log_probs(
     log_probs: Tensor,
     old_log_probs: Tensor | None,
@@ -244,7 +247,7 @@ def bapo_loss_from_log_probs(
     return differentiable_loss(call, log_probs.double().reshape(-1).contiguous(), flat_entropy)
 
 
-@without_config
+@names_instead
 def log_probs(
     logits: Tensor,
     labels: Tensor,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .backends import choose
-from .checks import count, without_config
+from .checks import count, names_instead
 from .config import BAPOConfig
 from .core.arguments.options import RowOptions, SoftmaxOptions
 from .core.arguments.prepare import prepared
@@ -28,6 +28,7 @@ from .output import BAPOOutput, GivenBounds
 from .sampling_mask import SamplingMask
 
 
+@names_instead
 def bapo_linear_loss(
     hidden_states: Tensor,
     lm_head_weight: Tensor,
@@ -39,7 +40,7 @@ def bapo_linear_loss(
     bias: Tensor | None = None,
     config: BAPOConfig | None = None,
     bounds: GivenBounds | None = None,
-    temperature: Tensor | None = None,
+    temperature: float | Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
     backend: str | None = None,
     chunk_tokens: int | None = None,
@@ -149,7 +150,7 @@ def bapo_linear_loss(
     return output_with_gradients(output, backend, parameters, made)
 
 
-@without_config
+@names_instead
 def linear_log_probs(
     hidden_states: Tensor,
     lm_head_weight: Tensor,
@@ -222,7 +223,7 @@ def linear_log_probs(
     return logp.float().view(labels.shape), entropy
 
 
-@without_config
+@names_instead
 @torch.no_grad()
 def linear_top_k(
     hidden_states: Tensor,

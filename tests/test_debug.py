@@ -91,7 +91,7 @@ def test_probabilities_given_as_log_probs(name, V):
     given = dict(logits=logits, labels=labels, old_log_probs=old, advantages=A)
     rounded, mask = old.clone(), torch.ones_like(old)
     rounded[1, 2] = 1e-6
-    for good in (old, rounded, torch.full_like(old, -0.0)):
+    for good in (old, rounded, *[torch.full_like(old, -0.0)] * (name != "old_log_probs")):
         check(**given | {name: good})
     mask[0, 0], rounded[0, 0] = 0, 0.5
     check(**given | {name: rounded}, response_mask=mask)
@@ -141,6 +141,34 @@ def test_inverted_mask():
     check(logits, torch.full_like(labels, -100), old, A, refused=nothing)
     inverted = "response_mask must be 1 at some label other than -100"
     check(logits, labels, old, A, ~mask, refused=inverted)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_inverted_mask_of_a_whole_sequence(zeros):
+    """The old log-probs are of answers; elsewhere they are 0, or those of another policy."""
+    logits, labels, old, A = policy()
+    answers = (torch.arange(12) >= 5).expand(4, 12)
+    old = old * answers if zeros else torch.where(answers, old, old - 2 - torch.rand(4, 12))
+    summary = check_inputs(logits, labels, old, A, answers)
+    assert summary[:2] == (48, 28) and summary.difference < 1e-6
+    assert str(summary).startswith("28 of 48 tokens unmasked, mean |log_prob - old| ")
+    inverted = "response_mask must be 1 .*an inverted mask"
+    check(logits, labels, old, A, ~answers, refused=inverted)
+    check(logits[:1, :9], labels[:1, :9], old[:1, :9], A[:1], ~answers[:1, :9])  # few tokens
+
+
+@pytest.mark.parametrize("drift", [0.1, 0.5, 2.0])
+def test_masked_tokens_of_a_drifting_policy(drift):
+    """Those of tools: certain, sampled by nobody, or with the log-probs of this policy."""
+    for seed in range(10):
+        g = torch.Generator().manual_seed(seed)
+        logits, labels, old, A = policy((4, 24), 200)
+        mask = torch.rand(4, 24, generator=g) < 0.6
+        logits[~mask & (torch.rand(4, 24, generator=g) < 0.5)] *= 0.01
+        logits[~mask] = logits[~mask].scatter(-1, labels[~mask][:, None], 20.0)  # certain
+        moved = (old + drift * torch.randn(4, 24, generator=g)).clamp(max=0)
+        for of_tools in (0.0, moved, old):
+            check(logits, labels, torch.where(mask, moved, of_tools), A, mask)
 
 
 @pytest.mark.parametrize("stale", [0.0, 0.1])
@@ -250,7 +278,12 @@ def test_stale_data_is_accepted(shape):
         for n in range(2):  # forbidden since the rollout
             logits[0, n, labels[0, n]] = -torch.inf
             check(logits, labels, old, A)
-    check(logits, labels, torch.zeros(shape), A)
+    inverted = (
+        "response_mask must .*, got 1 at .* old_log_probs 0 alone: an inverted mask, or zeros"
+    )
+    check(
+        logits, labels, torch.zeros(shape), A, refused=inverted if A.numel() * shape[1] > 8 else ""
+    )
 
 
 @pytest.mark.parametrize(

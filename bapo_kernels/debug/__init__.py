@@ -11,7 +11,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from ..core.arguments.options import LossOptions, RowOptions
 from ..core.arguments.single import (
     LIMITS_OF_BOUNDS,
     check_logits,
-    config_or_default,
     rising_offsets,
 )
 from ..core.arguments.together import Arguments, loss_arguments
@@ -42,6 +41,34 @@ if TYPE_CHECKING:
 _ROWS = 64  # rows of logits checked at a time
 
 
+class InputSummary(NamedTuple):
+    """What :func:`check_inputs` found in order, in the numbers that show a mistake at a glance.
+
+    Attributes:
+        tokens, unmasked: how many there are.
+        difference: mean ``|log_prob - old_log_prob|`` of at most 512 unmasked tokens, about 0 in a
+            first step; ``None`` without ``old_log_probs``.
+        log_prob: mean log-prob of their labels.
+        positive, negative: unmasked tokens with A > 0 and with A < 0.
+    """
+
+    tokens: int
+    unmasked: int
+    difference: float | None
+    log_prob: float
+    positive: int
+    negative: int
+
+    def __str__(self) -> str:
+        """One line."""
+        off = "on-policy"
+        if self.difference is not None:
+            off = f"mean |log_prob - old| {self.difference:.1g}"
+        mask = f"{self.unmasked} of {self.tokens} tokens unmasked"
+        signs = f"{self.positive} with A > 0, {self.negative} with A < 0"
+        return f"{mask}, {off}, mean log_prob {self.log_prob:.3g}, {signs}"
+
+
 @torch.no_grad()
 def check_inputs(
     logits: Tensor,
@@ -52,11 +79,11 @@ def check_inputs(
     *,
     backend: str | None = None,
     inplace: bool = False,
-    temperature: Tensor | None = None,
+    temperature: float | Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
     vocab_group: dist.ProcessGroup | None = None,
     **options: Unpack[LossOptions],
-) -> None:
+) -> InputSummary:
     """Raises for the first bad value at an unmasked token. Reads the device; for debugging.
 
     Takes the arguments of :func:`bapo_kernels.bapo_loss`, and raises where that does; ``inplace``
@@ -80,8 +107,10 @@ def check_inputs(
     - importance weights below 0 (their logarithms);
     - masks with values other than 0 and 1, or that leave no token with a label unmasked;
     - unmasked tokens after the last offset of ``cu_seqlens``;
-    - 8 or more unmasked tokens, but not all, whose ``old_log_probs`` are 0 and whose log-probs are
-      below -1 (a prompt that is not masked);
+    - 8 or more unmasked tokens whose ``old_log_probs`` are 0 and whose log-probs are below -1 (a
+      prompt that is not masked; if all are 0, an inverted mask, or zeros in place of ``None``);
+    - ``old_log_probs`` that are off by more than 1 nat in the mean, but fit to 0.02 at 8 or more
+      masked tokens (an inverted mask);
     - ``old_log_probs`` that are the same at all tokens of each sequence (their sum or mean);
     - ``old_log_probs`` whose mean distance from the log-probs of ``labels`` is above 0.2 nats, but
       falls below a quarter of that if labels or ``old_log_probs`` shift by one position or by up
@@ -90,10 +119,15 @@ def check_inputs(
       that the latter three are 10 standard errors better. An older policy's are far off, too, but
       no such change fits them. At least 8 tokens are compared, and at most 512.
 
+    Returns:
+        :class:`InputSummary`; ``print`` shows it as a line.
+
     Raises:
         ValueError: names the argument, the index and the value.
 
     Examples:
+        >>> print(debug.check_inputs(torch.zeros(2, 4), torch.tensor([1, 3]), None, torch.ones(2)))
+        2 of 2 tokens unmasked, on-policy, mean log_prob -1.39, 2 with A > 0, 0 with A < 0
         >>> batch = torch.zeros(2, 4), torch.tensor([1, 4]), None, torch.ones(2)
         >>> bapo_loss(*batch).loss
         tensor(nan)
@@ -103,7 +137,6 @@ def check_inputs(
     """
     for unknown in options.keys() - LossOptions.__optional_keys__:
         raise TypeError(f"check_inputs() got an unexpected keyword argument {unknown!r}")
-    config = config_or_default(options.get("config"))
     check_logits(logits, labels, vocab_group)
     labels = labels.long()
     choose(backend, logits, "logits")
@@ -140,14 +173,17 @@ def check_inputs(
         allowed = _checked_sets(sampling_mask, labels, unmasked, V)
         logits = logits.masked_fill(~allowed, -torch.inf)
     _check_rows(logits, unmasked)
-    if (old := fields.get("old_log_probs")) is not None:
-        T = fields["temperatures"].reshape(-1) if "temperatures" in fields else None
-        alignment.check_alignment(logits, labels, old, T, unmasked, cu_seqlens, config)
+    T = fields["temperatures"].reshape(-1) if "temperatures" in fields else None
+    tokens = logits, labels, fields.get("old_log_probs"), T, unmasked, cu_seqlens
+    log_prob, difference = alignment.check_alignment(*tokens, arguments.config)
+    A = fields["advantages"][unmasked]
+    counts = unmasked.numel(), A.numel()
+    return InputSummary(*counts, difference, log_prob, int((A > 0).sum()), int((A < 0).sum()))
 
 
 # Help and editors then show the options by name.
 check_inputs.__signature__ = inspect.signature(bapo_loss).replace(  # type: ignore[attr-defined]
-    return_annotation="None"
+    return_annotation="InputSummary"
 )
 
 

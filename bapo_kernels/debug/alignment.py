@@ -7,7 +7,7 @@ reader more than none: only what explains the distance far better is reported.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from ..core.call import Sequences
 # Limits on the mean of |log_prob - old_log_prob|, in nats; a correct first step has 0. Below FAR a
 # correction must be SURE standard errors better, and only those that change all rows are tried.
 NEAR, FAR, SURE = 0.02, 0.2, 10
+INVERTED = 1.0  # a mask is, if this is exceeded where it is 1, and NEAR holds where it is 0
 BETTER = 4  # a mistake is reported if correcting it makes that mean this many times smaller
 SOFTCAP = 30.0  # Gemma's
 TEMPERATURES = tuple(t / 10 for t in range(5, 16))
@@ -89,31 +90,37 @@ class _Comparison:
 def check_alignment(
     logits: Tensor,
     labels: Tensor,
-    old_log_probs: Tensor,
+    old_log_probs: Tensor | None,
     temperatures: Tensor | None,
     unmasked: Tensor,
     cu_seqlens: Tensor | None,
     config: BAPOConfig,
-) -> None:
+) -> tuple[float, float | None]:
     """Raises if ``old_log_probs`` fit other labels or another temperature far better.
 
     Log-probs of an older policy are far off too, but no mistake explains them better. Tokens with
     a log-prob of ``-inf`` are not compared.
+
+    Returns:
+        The means of the log-probs and of their distance from ``old_log_probs`` (``None``).
     """
     N, V = labels.numel(), logits.shape[-1]
     length = labels.shape[-1] if labels.ndim >= 2 else N
     sequence = Sequences(length, cu_seqlens).sequence_ids(N).to(labels.device)
     unmasked = unmasked.reshape(N)
-    at = unmasked.nonzero().squeeze(1)
-    at = at[:: math.ceil(at.numel() / _MOST) or 1]
-    if at.numel() < _FEWEST:
-        return
-    rows, labels, old = logits.reshape(N, V), labels.reshape(N), old_log_probs.reshape(N)
-    comparison = _Comparison(rows, labels, old, temperatures, unmasked, sequence, at, config)
+    at, rows, labels = _some(unmasked), logits.reshape(N, V), labels.reshape(N)
+    zeros = torch.zeros_like(labels, dtype=torch.float32)
+    tokens = rows, labels, zeros, temperatures, unmasked, sequence, at, config
+    comparison = _Comparison(*tokens)
+    log_prob = -float(comparison.distances(_Mistake()).nanmean())
+    if old_log_probs is None:
+        return log_prob, None
+    old = old_log_probs.reshape(N)
+    comparison = replace(comparison, old_log_probs=old)
     given = comparison.distances(_Mistake())
     off = float(given.nanmean())
-    if not off > NEAR:
-        return
+    if at.numel() < _FEWEST or not off > NEAR:
+        return log_prob, off
     capped = config.final_logit_softcapping is not None or config.logit_scale != 1
     mistakes = [_Mistake(transform=(1.0, None if capped else SOFTCAP))]
     mistakes += [
@@ -123,6 +130,7 @@ def check_alignment(
     ]
     if off > FAR:
         _check_values(old[at], given, sequence[at])
+        _check_mask(comparison, off)
         mistakes += _SHIFTS
         if cu_seqlens is None:
             by = [k for k in range(-_SEQUENCES, _SEQUENCES + 1) if 0 < abs(k) * length < N]
@@ -140,12 +148,37 @@ def check_alignment(
     if fits:
         corrected, as_given, mistake = min(fits, key=lambda fit: fit[0])
         _report(mistake, config, temperatures, f"{corrected:.2g} instead of {as_given:.2g}")
+    return log_prob, off
+
+
+def _some(tokens: Tensor) -> Tensor:
+    """Positions of these, bool ``[N]``, at most ``_MOST``."""
+    at = tokens.nonzero().squeeze(1)
+    return at[:: math.ceil(at.numel() / _MOST) or 1]
+
+
+def _check_mask(comparison: _Comparison, off: float) -> None:
+    """Raises where ``old_log_probs`` fit at masked tokens alone, of which some were not certain."""
+    old, masked = comparison.old_log_probs, ~comparison.unmasked
+    at = _some(masked & (old < -0.1) & old.isfinite())
+    if off > INVERTED and at.numel() >= _FEWEST:
+        others = replace(comparison, unmasked=masked, at=at).distances(_Mistake())
+        fits = float(others.nanmean())
+        rule = "be 1 at the tokens of old_log_probs, 0 elsewhere"
+        got = f"an inverted mask: mean |log_prob - old_log_prob| is {off:.2g} nats where it is 1, "
+        enough = int(others.isfinite().sum()) >= _FEWEST
+        inverted = enough and fits <= NEAR
+        require(not inverted, "response_mask", rule, f"{got}{fits:.2g} where it is 0")
 
 
 def _check_values(old: Tensor, off: Tensor, sequence: Tensor) -> None:
     """Raises for values that are no log-probs of single tokens, wherever they belong."""
-    # An old log-prob of 0 stands for padding, unless all of them are 0 (tokens that were certain).
-    padded = (old == 0) & (off > 1) & (old != 0).any()
+    # An old log-prob of 0 stands for padding, unless the token was certain.
+    padded = (old == 0) & (off > 1)
+    if not (old != 0).any():
+        rule = "be 1 at the tokens that were sampled, 0 elsewhere"
+        got = "1 at tokens with old_log_probs 0 alone: an inverted mask, or zeros instead of None"
+        require(int(padded.sum()) < _FEWEST, "response_mask", rule, got)
     rule = "be 0 where there is no old log-prob (a prompt, padding)"
     got = f"1 at tokens with old_log_probs 0 and a mean log-prob of {-off[padded].mean():.2g}"
     require(int(padded.sum()) < _FEWEST, "response_mask", rule, got)

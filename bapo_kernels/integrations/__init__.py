@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..bounds import SEARCH_METRICS
 from ..checks import require
-from ..config import BAPOConfig
+from ..config import BAPOConfig, meant
 
 # The first may be infinite, and frameworks average what they log; the second is no metric of it.
 _NOT_AVERAGED = "bapo_pos_neg_ratio", "loss_adds_up"
@@ -93,7 +93,8 @@ def config_of(
     is_dict = options is None or isinstance(options, Mapping)
     require(is_dict, f"{prefix}options", "be a dict or None", repr(options))
     for name, value in (options or {}).items():
-        require(name in OPTIONS, f"{prefix}options", "name options of BAPOConfig", repr(name))
+        got = repr(name) + ("" if name in OPTIONS else meant(name))
+        require(name in OPTIONS, f"{prefix}options", "name options of BAPOConfig", got)
         owner = (owners or {}).get(name)
         rule = f"be left to {owner}"
         require(owner is None, f"{prefix}options[{name!r}]", rule, repr(value))

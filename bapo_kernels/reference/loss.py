@@ -214,14 +214,14 @@ def bapo_loss(
     advantages: Tensor,
     response_mask: Tensor | None = None,
     *,
-    temperature: Tensor | None = None,
+    temperature: float | Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
     vocab_group: dist.ProcessGroup | None = None,
     **options: Unpack[LossOptions],
 ) -> BAPOOutput:
     """:func:`log_probs`, then :func:`bapo_loss_from_log_probs`. ``logits``: ``[..., V]``.
 
-    ``temperature`` (``[...]``, ``[B]`` or 0-dim) replaces ``config.temperature``. With
+    ``temperature`` (a number, ``[...]``, ``[B]`` or 0-dim) replaces ``config.temperature``. With
     ``sampling_mask`` the metric ``label_outside_mask`` counts the unmasked tokens outside the set
     of their row.
 
@@ -242,12 +242,14 @@ def bapo_loss(
     labels, cu_seqlens = labels.long(), options.get("cu_seqlens")
     logits = whole_vocabulary(logits, vocab_group, -1)
     unmasked = unmasked_tokens(labels, response_mask, cu_seqlens) & (labels != IGNORE_INDEX)
-    if temperature is not None and temperature.ndim > 0:
+    if not isinstance(temperature, Tensor):
+        temperature = config.temperature
+    elif temperature.ndim:
         temperature = per_token(temperature, labels, cu_seqlens)
     logp, entropy = log_probs(
         logits,
         torch.where(unmasked, labels, IGNORE_INDEX),
-        temperature=config.temperature if temperature is None else temperature,
+        temperature=temperature,
         logit_scale=config.logit_scale,
         final_logit_softcapping=config.final_logit_softcapping,
         sampling_mask=sampling_mask,

@@ -42,7 +42,7 @@ class LossOptions(TokenOptions, total=False):
 class RowOptions(LossOptions, total=False):
     """Options of a loss that computes log-probs, of logits or of hidden states."""
 
-    temperature: Tensor | None
+    temperature: float | Tensor | None
     sampling_mask: SamplingMask | None
     vocab_group: dist.ProcessGroup | None
 

@@ -7,6 +7,8 @@ them word for word; a check that reads values would make every call wait for the
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +27,6 @@ from ...checks import (
     number,
     refuse,
     require,
-    typed,
 )
 from ...config import BAPOConfig
 from ...sampling_mask import SamplingMask
@@ -154,6 +155,19 @@ def config_or_default(config: BAPOConfig | None) -> BAPOConfig:
     return config
 
 
+def at_temperature(config: BAPOConfig, temperature: float) -> BAPOConfig:
+    """The config with another temperature; making one takes as long as a third of a small call."""
+    temperature = number("temperature", temperature)
+    if torch.compiler.is_compiling():
+        return replace(config, temperature=temperature)
+    return _at_temperature(config, temperature)
+
+
+@lru_cache(64)
+def _at_temperature(config: BAPOConfig, temperature: float) -> BAPOConfig:
+    return replace(config, temperature=temperature)
+
+
 def tokens_name(like: Tensor) -> str:
     """The name of the argument whose shape and device other arguments per token must have."""
     return "log_probs" if like.is_floating_point() else "labels"
@@ -247,8 +261,6 @@ def checked_temperature(
     temperature: Tensor, like: Tensor, cu_seqlens: Tensor | None = None
 ) -> Tensor:
     """A view as of :func:`checked_advantages`; a 0-dim tensor is the temperature of every token."""
-    if not isinstance(temperature, Tensor):
-        refuse("temperature", "be a tensor (a number is config.temperature)", typed(temperature))
     return _per_token("temperature", temperature, like, cu_seqlens, "be 0-dim, or ")
 
 

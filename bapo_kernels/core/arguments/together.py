@@ -168,6 +168,9 @@ def loss_arguments(
         check_group("process_group", process_group)
         check_group("vocab_group", vocab_group)
     config = single.config_or_default(options.get("config"))
+    temperature = options.get("temperature")
+    if not (temperature is None or isinstance(temperature, Tensor)):
+        config = single.at_temperature(config, temperature)
     cu_seqlens = options.get("cu_seqlens")
     single.check_mask(like, response_mask)
     if cu_seqlens is not None:
@@ -184,7 +187,7 @@ def loss_arguments(
         if value is not None:
             single.check_per_token(name, value, like)
             fields[name] = value
-    if (temperature := options.get("temperature")) is not None:
+    if isinstance(temperature, Tensor):
         fields["temperatures"] = single.checked_temperature(temperature, like, cu_seqlens)
     bounds = None
     if (given := options.get("bounds")) is not None:
