@@ -152,11 +152,7 @@ class Searching(TRLs):
     def start(self, rollouts, weights, config):
         self.search_config, self.scope, self.seen = config, self.args.bapo_scope, []
         self.bounds = [0.6, 1.2]
-        self.metrics = {
-            "clip_low": 0.6,
-            "clip_high": 1.2,
-            "acted": 0.0,
-        }  # before the first decision
+        self.metrics = {"clip_low": 0.6, "clip_high": 1.2, "acted": 0.0}  # before a decision
         return super().start(rollouts, weights)
 
     def log_probs(self, model, inputs):
