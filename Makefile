@@ -183,7 +183,7 @@ wheel: build/wheel_env/installed
 	build/wheel_env/bin/python -m release.wheel
 
 clean:
-	rm -rf .venv build dist out $(WHEELS) bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info
+	rm -rf .venv build dist out $(WHEELS) bapo_kernels/*.so bapo_kernels/*_build.json *.egg-info
 
 # Writes requirements/*.txt from the .in files; what an .in file still allows keeps its version. all.txt
 # comes first, as others take their versions from it. That of the baselines leaves out what they

@@ -3,22 +3,28 @@
 It does not use Python's C API: one binary serves every Python version, and every torch from TORCH
 on. Without a C++20 compiler or torch the install is pure Python: the wheel has the tag of a pure
 package, the first call warns, and ``python -m bapo_kernels`` prints the reason. If nvcc is missing
-or fails, or torch has no CUDA support, only the CUDA backend is absent.
+or fails, or torch has no CUDA support or sees no GPU, only the CUDA backend is absent.
+
+Objects stay in build/objects, and are compiled again only where what they are made of has changed.
+Library and report replace earlier ones at the end: an interrupted build leaves what was there.
 
 Environment variables:
-    CXX, NVCC: the compilers, each a command of one or more words (``ccache g++``).
+    CXX, NVCC: the compilers, each a command of one or more words (``ccache g++``). nvcc is also
+        found in CUDA_HOME and in /usr/local/cuda.
     CXXFLAGS, LDFLAGS: additional flags. They override -O, but not the flags that the code needs.
     TORCH_CUDA_ARCH_LIST: the GPUs that the CUDA backend is compiled for, as 8.0;9.0+PTX or all. The
-        default is those of this machine, or all where torch sees none.
+        default is those that torch sees; where it sees none, there is no CUDA backend.
     BAPO_REQUIRE_NATIVE=1, BAPO_REQUIRE_CUDA=1: the build fails if the library, or its CUDA backend,
-        cannot be built. With the second the backend is built for a torch without CUDA too.
+        cannot be built. With the second it is also built where torch has no CUDA or sees no GPU.
     BAPO_SANITIZE=1: builds with AddressSanitizer and UBSan.
     BAPO_PORTABLE=1: builds the CPU kernels for the oldest processors alone, in a third of the time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import platform
 import re
@@ -28,6 +34,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,16 +113,19 @@ class CudaToolkit(NamedTuple):
     nvcc: list[str]
     libraries: Path
     version: str
+    described: str
 
     @classmethod
     def find(cls) -> CudaToolkit:
-        nvcc = compiler("CUDA", "NVCC", "nvcc")
+        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+        nvcc = compiler("CUDA", "NVCC", "nvcc", f"{home}/bin/nvcc")
         if enabled("BAPO_SANITIZE"):
             raise OSError("a library with sanitizers has the CPU kernels alone")
         # nvcc may be a script that calls the real one, so ask where its toolkit is.
         dry = subprocess.run([*nvcc, "--dryrun", "x.cu"], capture_output=True, text=True).stderr
         top = re.search(r"^#\$ TOP=(.*)$", dry, re.MULTILINE)
-        release = re.search(r"release ([\d.]+)", run([*nvcc, "--version"]))
+        described = run([*nvcc, "--version"])
+        release = re.search(r"release ([\d.]+)", described)
         if top is None or release is None:
             raise OSError(f"NVCC must be nvcc or call it, got {shlex.join(nvcc)}")
         root = Path(top[1].strip())
@@ -124,7 +134,7 @@ class CudaToolkit(NamedTuple):
         libraries = [path for path in places if (path / "libcudart_static.a").exists()]
         if not libraries:
             raise OSError(f"libcudart_static.a not found under {root}")
-        return cls(nvcc, libraries[0], release[1])
+        return cls(nvcc, libraries[0], release[1], described)
 
 
 def words(variable: str) -> list[str]:
@@ -132,14 +142,14 @@ def words(variable: str) -> list[str]:
 
 
 def compiler(language: str, variable: str, *programs: str) -> list[str]:
-    """The command from the environment, or the first of the programs on the path."""
+    """The command from the environment, or the first of the programs that there is."""
     command = words(variable)
     if command and shutil.which(command[0]) is None:
         raise OSError(f"{variable} must name a program that can run, got {command[0]!r}")
     command = command or [path for path in map(shutil.which, programs) if path][:1]
     if not command:
-        places = f"{' or '.join(programs)} on the path, or {variable}"
-        raise OSError(f"no {language} compiler found ({places})")
+        tried = " and ".join(programs)
+        raise OSError(f"no {language} compiler found: tried {tried}, and {variable} is not set")
     return command
 
 
@@ -181,13 +191,17 @@ def units() -> list[Unit]:
 
 
 def cuda_architectures() -> list[str]:
-    """The requested ones: those of TORCH_CUDA_ARCH_LIST, or of the GPUs here, or all of ours."""
+    """Those of TORCH_CUDA_ARCH_LIST, or of the GPUs here; all of ours if CUDA is required."""
     import torch
 
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     if listed in ([], ["native"]) and torch.version.cuda and torch.cuda.is_available():
         gpus = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
         return [f"{major}.{minor}" for major, minor in gpus]
+    if not listed and not enabled("BAPO_REQUIRE_CUDA"):  # compiling all takes minutes
+        command = "TORCH_CUDA_ARCH_LIST=all pip install --no-build-isolation -e ."
+        why = "torch saw no GPU, and TORCH_CUDA_ARCH_LIST was not set"
+        raise OSError(f"{why}; in the source folder, with nvcc, {command} builds it")
     if listed in ([], ["native"], ["all"]):
         ours = [f"{a[:-1]}.{a[-1]}" for a in CUDA_ARCHITECTURES["token_loss"]]
         return [*ours, f"{ours[-1]}+PTX"]
@@ -240,13 +254,21 @@ class NativeBuild(build_ext):
     BAPO_REQUIRE_CUDA.
     """
 
+    def finalize_options(self) -> None:
+        asked = self.build_temp
+        super().finalize_options()
+        kept = ROOT / "build" / "objects"  # pip's -e would take a folder that it deletes
+        there = next(path for path in (kept, *kept.parents) if path.exists())
+        if asked is None and os.access(there, os.W_OK):
+            self.build_temp = str(kept)
+
     def run(self) -> None:
         library, report = self.outputs()
         library.parent.mkdir(parents=True, exist_ok=True)
-        for old in (library, report):  # they do not belong to this build
-            old.unlink(missing_ok=True)
+        # A process that runs keeps its library, and an interrupted build the one that worked.
+        new_library, new_report = (path.with_stem(f"new{path.stem}") for path in (library, report))
         try:
-            info = self.build_library(library)
+            info = self.build_library(new_library)
             needed_by, why = ["BAPO_REQUIRE_CUDA"], info.get("why no cuda")
         except BUILD_ERRORS as error:
             needed_by = ["BAPO_REQUIRE_NATIVE", "BAPO_REQUIRE_CUDA"]
@@ -255,9 +277,14 @@ class NativeBuild(build_ext):
             self.distribution.ext_modules = []  # makes the wheel a pure Python one
         refused_by = [name for name in needed_by if why and enabled(name)]
         if refused_by:
-            library.unlink(missing_ok=True)
             info = {"native": f"{refused_by[0]} is set, and {why}"}
-        report.write_text(json.dumps(info, indent=2) + "\n")
+        new_report.write_text(json.dumps(info, indent=2) + "\n")
+        if "native" in info:  # the earlier library may be of other sources
+            for path in (library, new_library):
+                path.unlink(missing_ok=True)
+        else:
+            new_library.replace(library)
+        new_report.replace(report)
         if refused_by:
             raise SystemExit(f"bapo_kernels: {info['native']}")
 
@@ -285,11 +312,11 @@ class NativeBuild(build_ext):
         folder = Path(self.build_temp)
         folder.mkdir(parents=True, exist_ok=True)
 
-        def build(command: list[str], unit: Unit) -> str:
+        def build(command: list[str], unit: Unit, nvcc: str = "") -> str:
             output = folder / f"{unit.name}.o"
             reads = ["-MD", "-MF", str(output.with_suffix(".d"))]
             command = [*command, *unit.flags, "-c", str(ROOT / unit.source), *reads]
-            compile_unless_current([*command, "-o", str(output)], output)
+            compile_unless_current([*command, "-o", str(output)], output, version + nvcc)
             return str(output)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -297,8 +324,12 @@ class NativeBuild(build_ext):
             last = pool.submit(build, of_binding, binding("binding"))
             command = [*cxx, *compile_flags()]
             cpp = [*(pool.submit(build, command, unit) for unit in units()), last]
-            cuda_objects, cuda_libraries, cuda = build_cuda(pool, build, of_binding)
-            objects = [future.result() for future in cpp] + cuda_objects
+            try:
+                cuda_objects, cuda_libraries, cuda = build_cuda(pool, build, of_binding)
+                objects = [future.result() for future in cpp] + cuda_objects
+            except BaseException:  # after Ctrl-C, too, the pool would compile all that is left
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         libraries = [f"-L{path}" for path in library_paths()]
         libraries += [*LINK_LIBTORCH, "-ltorch_cpu", *cuda_libraries]
         link = [*cxx, *words("CXXFLAGS"), *words("LDFLAGS"), *sanitize_flags(), "-shared"]
@@ -320,10 +351,11 @@ def build_cuda(
         why = f"torch was {torch.__version__}, which has no CUDA support"
         return [], [], {"why no cuda": f"{why} (BAPO_REQUIRE_CUDA=1 builds it anyway)"}
     try:
-        toolkit, targets = CudaToolkit.find(), cuda_targets(cuda_architectures())
+        targets, toolkit = cuda_targets(cuda_architectures()), CudaToolkit.find()
         started = [pool.submit(build, of_binding, binding("binding_cuda"))]
         command = [*toolkit.nvcc, *cuda_flags()]
-        started += [pool.submit(build, command, unit) for unit in cuda_units(targets)]
+        units = cuda_units(targets)
+        started += [pool.submit(build, command, unit, toolkit.described) for unit in units]
         objects = [future.result() for future in started]
     except BUILD_ERRORS as error:
         return [], [], {"why no cuda": explain("the CUDA backend", error)}
@@ -331,18 +363,22 @@ def build_cuda(
     return objects, libraries, {"cuda": f"{toolkit.version} for {', '.join(targets)}"}
 
 
-def compile_unless_current(command: list[str], output: Path) -> None:
-    """Not again what this command has made of the same files."""
-    made_by, depfile = output.with_suffix(".cmd"), output.with_suffix(".d")
-    line = shlex.join(command)
-    if made_by.exists() and depfile.exists() and made_by.read_text() == line:
-        files = shlex.split(depfile.read_text().replace("\\\n", " ").partition(":")[2])
-        made = output.stat().st_mtime_ns
-        if all(os.path.exists(x) and os.stat(x).st_mtime_ns <= made for x in files):
+def compile_unless_current(command: list[str], output: Path, made_by: str) -> None:
+    """Not again what this command of this compiler has made of files with the same content."""
+
+    def content() -> str:
+        read = output.with_suffix(".d").read_text().replace("\\\n", " ").partition(":")[2]
+        files = [(x, hashlib.sha256(Path(x).read_bytes()).hexdigest()) for x in shlex.split(read)]
+        return json.dumps([command, made_by, files])
+
+    key = output.with_suffix(".key")
+    with suppress(OSError):  # there is nothing yet, or a header is gone
+        if output.exists() and key.read_text() == content():
             return
-    made_by.unlink(missing_ok=True)  # it stays so if the compiler fails
+    key.unlink(missing_ok=True)  # it stays so if the compiler fails
+    logging.info("compiling %s", output.stem)  # pip -v shows it
     run(command)
-    made_by.write_text(line)
+    key.write_text(content())
 
 
 def run(command: list[str]) -> str:

@@ -69,18 +69,23 @@ def test_what_a_change_compiles_again(tmp_path, monkeypatch):
     source.write_text('#include "a.h"\nint x = f();')
     command = ["g++", "-c", str(source), "-o", str(output), "-MD", "-MF", str(folder / "a.d")]
 
-    def compiles(*more):
+    def compiles(*more, made_by="g++ 12"):
         before = output.stat().st_mtime_ns if output.exists() else 0
-        compile_unless_current([*command, *more], output)
+        compile_unless_current([*command, *more], output, made_by)
         return output.stat().st_mtime_ns > before
 
     assert [compiles(), compiles(), compiles("-O1"), compiles("-O1")] == [1, 0, 1, 0]
+    assert [compiles(made_by="g++ 13"), compiles(), compiles()] == [1, 1, 0]
+    header.touch()  # as by a checkout: the content is the same
+    assert not compiles()
+    times = header.stat().st_atime_ns, header.stat().st_mtime_ns
     header.write_text("int f();")
-    assert [compiles("-O1"), compiles("-O1")] == [1, 0]
+    os.utime(header, ns=times)  # as by an archive: the content is another
+    assert [compiles(), compiles()] == [1, 0]
     header.write_text("no C++")
     for _ in range(2):  # what failed is tried again
         with pytest.raises(subprocess.CalledProcessError):
-            compiles("-O1")
+            compiles()
 
 
 FIND_STREAM = """
@@ -234,14 +239,31 @@ def test_fallback_to_the_reference_warns_once():
     assert [warning.filename for warning in warned] == [__file__]
 
 
+def on_a_gpu(monkeypatch, capability, hip):
+    """This machine seems to have one."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
 @pytest.mark.usefixtures("hidden")
 @pytest.mark.parametrize("why_not_this_gpu", [None, "built for sm_80, the GPU is sm_75"])
-def test_fallback_to_the_reference_on_a_gpu_warns_once(monkeypatch, why_not_this_gpu):
+@pytest.mark.parametrize(
+    ("capability", "hip", "listed"),
+    [((10, 3), None, "10.3"), ((7, 5), None, None), ((9, 4), "7", None), (None, None, "all")],
+)
+def test_fallback_to_the_reference_on_a_gpu_warns_once(
+    monkeypatch, why_not_this_gpu, capability, hip, listed
+):
+    """With a cure for builds on a machine without a GPU, too; a fake tensor has no capability."""
+    if capability:
+        on_a_gpu(monkeypatch, capability, hip)
     if why_not_this_gpu:
         monkeypatch.setattr(native, "why_no_cuda", lambda: None)
         monkeypatch.setattr(native, "why_no_kernels", lambda device: why_not_this_gpu)
     reasons = rf"\(cuda: {why_not_this_gpu or 'no CUDA'}; triton: no Triton\).* pip install triton"
-    with pytest.warns(UserWarning, match=reasons) as warned:
+    cure = rf", or build again .*\(TORCH_CUDA_ARCH_LIST={listed} pip " if listed else ";"
+    with pytest.warns(UserWarning, match=reasons + cure) as warned:
         chosen = [backends.choose(None, GPU_TENSOR, "logits") for _ in range(2)]
     assert chosen == ["reference", "reference"]
     assert len(warned) == 1
@@ -257,15 +279,14 @@ def test_triton_in_the_place_of_cuda_warns_once(monkeypatch, capability, hip, wa
     monkeypatch.setattr(backends.triton, "why_not", lambda: None)
     monkeypatch.setattr(backends.triton, "INTERPRETED", False)
     monkeypatch.setattr(backends, "_UNASKED", backends.NAMES)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
+    on_a_gpu(monkeypatch, capability, hip)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         backends.choose("triton", GPU_TENSOR, "logits")
         assert not warned
         assert [backends.choose(None, GPU_TENSOR, "logits") for _ in range(2)] == ["triton"] * 2
     words = "on its Triton kernels, because those of the CUDA backend cannot run on cuda:0 here "
-    words += "(cuda: no CUDA). To have them, build again with nvcc on the path (pip install --no-b"
+    words += "(cuda: no CUDA). To have them, build again with nvcc on the path (TORCH_CUDA_ARCH_"
     assert [words in str(warning.message) for warning in warned] == [True] * warns
 
 

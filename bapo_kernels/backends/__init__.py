@@ -108,24 +108,35 @@ def _warn_of_fallback(backend: str, device: torch.device) -> None:
     if device.type not in ("cpu", "cuda"):  # no other device has kernels
         return
     slower, why = "the PyTorch reference, many times slower than its kernels", "none of them can"
+    install = "pip install --no-build-isolation -e . in the source folder"
     if device.type == "cpu":
         absent = f"cpu: {native.WHY_NO_CPU}"
-        cure = "install torch and a C++20 compiler and build again"
+        cure = f"install torch and a C++20 compiler and build again ({install})"
         if not native.build_info():  # these are sources, and the built package is elsewhere
-            cure = "work in another folder, or build here"
+            cure = f"work in another folder, or build here ({install})"
     else:
         cuda = native.why_no_cuda() or native.why_no_kernels(device)
-        absent = f"cuda: {cuda or self_check.known(device)}"
-        cure = "build again with nvcc on the path"
+        absent, listed = f"cuda: {cuda or self_check.known(device)}", _listed(device)
+        cure = f"build again with nvcc on the path (TORCH_CUDA_ARCH_LIST={listed} {install})"
         if backend == "triton":
-            if cuda is None or torch.version.hip or torch.cuda.get_device_capability(device) < (8,):
+            if cuda is None or listed is None:
                 return  # the self-check has warned, or no build has kernels for this GPU
             slower, why = "its Triton kernels", "those of the CUDA backend cannot"
         else:
             absent += f"; triton: {triton.why_not() or 'TRITON_INTERPRET=1 is for the CPU'}"
-            cure = f"pip install triton, or {cure}"
+            cure = f"pip install triton, or {cure}" if listed else "pip install triton"
     warn_once(
         f"bapo_kernels runs on {slower}, because {why} run on {device} here ({absent}). "
-        f"To have them, {cure} (pip install --no-build-isolation . in the source folder); "
-        f"python -m bapo_kernels shows what was built. backend={backend!r} avoids this warning."
+        f"To have them, {cure}; python -m bapo_kernels shows what was built. "
+        f"backend={backend!r} avoids this warning."
     )
+
+
+def _listed(device: torch.device) -> str | None:
+    """TORCH_CUDA_ARCH_LIST of a build for this GPU, on any machine; ``None`` if there is none."""
+    if torch.version.hip:
+        return None
+    if not torch.cuda.is_available():  # a fake tensor
+        return "all"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}.{minor}" if major >= 8 else None

@@ -1,4 +1,4 @@
-"""What the CUDA kernels are compiled for: the list of the environment, the GPUs here, or all."""
+"""What the CUDA kernels are compiled for: the list of the environment, or the GPUs here."""
 
 import runpy
 from pathlib import Path
@@ -66,7 +66,9 @@ def test_the_list_of_the_environment_wins_over_the_gpus(targets, listed, expecte
     ids=str,
 )
 @pytest.mark.parametrize("listed", [None, "", "native"])
-def test_the_gpus_that_are_present(targets, gpus, expected, listed):
+def test_the_gpus_that_are_present(targets, monkeypatch, gpus, expected, listed):
+    """All where torch sees none and CUDA is required, which ``test_supply.py`` also tests."""
+    monkeypatch.setenv("BAPO_REQUIRE_CUDA", "1")
     assert targets(listed, *gpus) == expected
     assert targets(listed, *gpus, cuda=None) == ALL  # a torch for ROCm calls GPUs of AMD so
 

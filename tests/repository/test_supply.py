@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,7 @@ import bapo_kernels
 
 ROOT = Path(__file__).parents[2]
 SOURCES = "bapo_kernels csrc release tests setup.py pyproject.toml README.md LICENSE MANIFEST.in"
+NO_COMPILERS = {"PATH": "", "CUDA_HOME": "none"}
 BUILT = {"bapo_kernels/_C.abi3.so", "bapo_kernels/_build.json"}
 
 pytestmark = [
@@ -30,7 +32,7 @@ def run(*arguments, cwd, **env):
     """Runs this interpreter, by default without any compiler on the path."""
     given = ("CXX", "CXXFLAGS", "LDFLAGS", "NVCC", "PYTHONPATH", "TORCH_CUDA_ARCH_LIST")
     own = {k: v for k, v in os.environ.items() if k not in given and not k.startswith("BAPO_")}
-    command, env = [sys.executable, *map(str, arguments)], own | {"PATH": ""} | env
+    command, env = [sys.executable, *map(str, arguments)], own | NO_COMPILERS | env
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
 
@@ -87,7 +89,7 @@ line=$(printf '[%s]' "$@"); echo "$line" >> "$0.log"
 case "$*" in
   *--dryrun*) echo "#$ TOP=${0%/nvcc}" >&2 ;;
   *--version*) echo "g++ or release 13.0, V13.0.88" ;;
-  *) eval ": >\\"\\${$#}\\"" ;;
+  *) eval "output=\\"\\${$#}\\""; echo "$output:" >"${output%.o}.d"; echo "$output" >"$output" ;;
 esac
 """
 SCRIPTS = {
@@ -95,6 +97,8 @@ SCRIPTS = {
     "nvcc": COMPILER,
     "failing/nvcc": COMPILER.replace("eval", "echo 'row_pass.cu(7): error: a ;' >&2; exit 2; eval"),
     "old c++": COMPILER.replace("eval", "echo \"g++: error: no '-std=c++20'\" >&2; exit 1; eval"),
+    "killing/c++": COMPILER.replace("eval", "kill -9 $PPID; eval"),
+    "home/bin/nvcc": COMPILER,
     "launcher": '#!/bin/sh\nexec "$@"\n',
 }
 TORCH_FOR_CUDA = """
@@ -103,6 +107,7 @@ class version: cuda = "13.0"
 class cuda: is_available = staticmethod(lambda: False)
 """
 TORCH_FOR_CPUS = TORCH_FOR_CUDA.replace("cu130", "cpu").replace('"13.0"', "None")
+NO_CXX = "no C++ compiler found: tried g++ and c++, and CXX is not set"
 EXTENSION = "def include_paths():\n    return []\n\nlibrary_paths = include_paths\n"
 WITH_NVCC = {"NVCC": "'{0}/nvcc'"}
 
@@ -115,8 +120,9 @@ def tools(tmp_path):
     """
     folder = tmp_path / "the tools"
     files = {"torch/utils/cpp_extension.py": EXTENSION, **SCRIPTS}
-    places = ("failing/lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
-    files |= {f"{place}/libcudart_static.a": "" for place in places}
+    places = ("failing/lib64", "home/bin/lib64", "targets/{}/lib")
+    machines = ("x86_64-linux", "sbsa-linux")
+    files |= {f"{place.format(m)}/libcudart_static.a": "" for place in places for m in machines}
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -166,7 +172,7 @@ runpy.run_module("bapo_kernels", run_name="__main__")
 def test_an_install_without_compilers_works_and_reports_what_is_missing(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     done = python("-c", USE, cwd=tmp_path)
-    missing = "the native library is absent: no C++ compiler found (g++ or c++ on the path, or CXX)"
+    missing = f"the native library is absent: {NO_CXX}"
     loss, report = done.stdout.split("\n", maxsplit=1)
     assert loss == f"{tmp_path}/bapo_kernels/__init__.py -0.25 True"
     assert re.search(rf"^backend cpu\s+absent: {re.escape(missing)}$", report, re.MULTILINE)
@@ -180,10 +186,10 @@ def test_an_install_without_compilers_works_and_reports_what_is_missing(wheel, t
 @pytest.mark.parametrize(
     ("part", "commands", "reason"),
     [
-        ("CUDA", {}, "no CUDA compiler found (nvcc on the path, or NVCC)"),
+        ("CUDA", {}, "no CUDA compiler found: tried nvcc and none/bin/nvcc, and NVCC is not set"),
         ("CUDA", {"NVCC": "'{0}/failing/nvcc'"}, "nvcc: row_pass.cu(7): error: a ;"),
         ("CUDA", WITH_NVCC | {"TORCH_CUDA_ARCH_LIST": "8"}, "TORCH_CUDA_ARCH_LIST must be "),
-        ("NATIVE", {"CXX": ""}, "no C++ compiler found (g++ or c++ on the path, or CXX)"),
+        ("NATIVE", {"CXX": ""}, NO_CXX),
         ("NATIVE", {"CXX": "'{0}/old c++'"}, "old c++: g++: error: no '-std=c++20'"),
         ("NATIVE", {"torch": '__version__ = "2.9.1"'}, "torch must be 2.10 or later, got 2.9.1"),
     ],
@@ -192,7 +198,8 @@ def test_a_build_without_a_part_warns_or_fails(tools, tmp_path, part, commands, 
     """A GPU machine must not silently lose its backend."""
     missing = "the CUDA backend" if part == "CUDA" else "the native library"
     for required in ("0", "1"):
-        env = given(tools, **commands) | {f"BAPO_REQUIRE_{part}": required}
+        env = given(tools, **{"TORCH_CUDA_ARCH_LIST": "all"} | commands)
+        env |= {f"BAPO_REQUIRE_{part}": required}
         done, report = build_ext(tmp_path, **env)
         assert f"WARNING: building without {missing}: " in done.stderr
         assert any(reason in value for value in report.values())
@@ -239,9 +246,49 @@ def test_cuda_is_not_compiled_for_a_torch_for_cpus(tools, tmp_path):
 
 
 @with_scripts
-def test_a_failed_build_removes_the_library_of_an_earlier_build(sdist, tools, tmp_path):
+def test_where_torch_sees_no_gpu_cuda_is_compiled_on_request(tools, tmp_path):
+    """For all GPUs it takes minutes; the reason says how, as pip hides what a build prints."""
+    env = given(tools, **WITH_NVCC)
+    done, report = build_ext(tmp_path, **env)
+    assert report["why no cuda"].startswith("torch saw no GPU, and TORCH_CUDA_ARCH_LIST was not ")
+    assert "TORCH_CUDA_ARCH_LIST=all pip install --no-build" in report["why no cuda"]
+    assert report["why no cuda"] in done.stderr
+    elsewhere = {"NVCC": "", "CUDA_HOME": str(tools / "home"), "TORCH_CUDA_ARCH_LIST": "all"}
+    for more in ({"TORCH_CUDA_ARCH_LIST": "all"}, {"BAPO_REQUIRE_CUDA": "1"}, elsewhere):
+        done, report = build_ext(tmp_path, **env | more)
+        assert report.get("cuda") == "13.0 for sm_80, sm_90, sm_100, sm_120, compute_120"
+
+
+READ_ONLY = "import os; f = os.access; os.access = lambda path, mode: mode != 2 and f(path, mode)"
+
+
+@with_scripts
+def test_a_second_install_compiles_what_has_changed(sdist, tools, tmp_path):
+    """pip's -e has a temporary folder for objects, which serves where the sources are read-only."""
+    tree, log = unpacked(sdist, tmp_path), tools / "c++.log"
+    install = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+
+    def compiled(first=""):
+        log.write_text("")
+        python("-c", f"{first}\n{install}", cwd=tree, **given(tools))
+        return log.read_text().count("[-c]")
+
+    assert compiled(READ_ONLY) == (every := compiled())
+    (tools / "c++").write_text(COMPILER.replace("g++", "a later g++"))
+    assert [compiled(), compiled()] == [every, 0]
+
+
+@with_scripts
+def test_an_interrupted_build_leaves_the_earlier_library_a_failed_one_a_reason(
+    sdist, tools, tmp_path
+):
     tree = unpacked(sdist, tmp_path)
+    library = tree / "bapo_kernels" / "_C.abi3.so"
+    library.with_name("_build.json").write_text('{"built": "earlier"}')
+    done, report = build_ext(tmp_path, tree, **given(tools, CXX="'{0}/killing/c++'"))
+    assert (done.returncode, report) == (-signal.SIGKILL, {"built": "earlier"})
+    assert library.read_text() == "old"
     done, report = build_ext(tmp_path, tree, BAPO_REQUIRE_CUDA="1", **given(tools))
     assert done.returncode != 0
-    assert not (tree / "bapo_kernels" / "_C.abi3.so").exists()
+    assert not library.exists()
     assert report["native"].startswith("BAPO_REQUIRE_CUDA is set, and no CUDA compiler found")
