@@ -68,6 +68,11 @@ def test_links_and_code_of_a_page(name):
                 check(command)
 
 
+def test_the_install_is_the_same_on_every_page():
+    pages = [ROOT / "README.md", DOCS / "getting_started.md", DOCS / "install.md"]
+    assert len({next(c for kind, c, _ in page(p).fences() if kind == "sh") for p in pages}) == 1
+
+
 def test_the_options_of_the_command_line():
     text = (DOCS / "api/command_line.md").read_text()
     names = cli.validate.__annotations__.keys() - {"return"}
