@@ -1,9 +1,10 @@
-"""The loss alone at a real vocabulary: before and after.
+"""The loss alone at a real vocabulary: README's Before and After.
 
-Before is the loss in plain PyTorch (``bapo_kernels.reference``), after is the fused loss, on the
-same float32 or bfloat16 logits. Each way runs in a process of its own, so that its peak memory can
-be measured. The fused loss is timed only if its gradient is at most twice as far from float64 as
-that of plain PyTorch, plus one rounding; the error of plain PyTorch is shown, whatever it is.
+Before is BAPO as a trainer would write it in PyTorch (``bapo_kernels.tools.plain``), also with the
+log-probs of ``cross_entropy``, eager and compiled; after is the fused loss, on the same float32 or
+bfloat16 logits, which are rows of a language model. The search acts. Each way runs in a process of
+its own, so that its peak memory can be measured. The fused loss is timed only if its gradient is at
+most twice as far from float64 as Before's, plus one rounding; other errors are only shown.
 
     python examples/before_after.py --out out
 """
@@ -15,6 +16,7 @@ import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -24,67 +26,89 @@ from rich.progress import track
 
 from bapo_kernels import bapo_loss, log_probs, reference
 from bapo_kernels.tools.budget import error_and_budget, largest
+from bapo_kernels.tools.plain import plain_bapo_loss, plain_log_probs
+from bapo_kernels.tools.real_rows import real_rows
 
 VOCABULARY = 151_936  # Qwen3
-WAYS = {"before": "PyTorch", "after": "bapo_kernels", "inplace": "bapo_kernels, inplace=True"}
+WAYS = {
+    "before": "PyTorch (README's Before)",
+    "cross_entropy": "PyTorch, cross_entropy",
+    "compiled": "PyTorch, cross_entropy, compiled",
+    "after": "bapo_kernels",
+    "inplace": "bapo_kernels, inplace=True",
+}
+OURS = "after", "inplace"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def batch(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Logits, labels, log-probs of a slightly older policy, advantages."""
+    """Logits, labels, log-probs of a slightly older policy, advantages, and a mask of ones."""
+    logits, labels = real_rows((tokens,), VOCABULARY)
+    logits = logits.to(dtype)
     generator = torch.Generator().manual_seed(0)
-    logits = torch.empty(tokens, VOCABULARY, dtype=dtype)
-    for row in logits:
-        row.copy_(3 * torch.randn(VOCABULARY, generator=generator))
-    labels = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
     with torch.no_grad():
         logp, _ = log_probs(logits, labels)
     old = logp + 0.1 * torch.randn(tokens, generator=generator)
-    return logits, labels, old, torch.randn(tokens, generator=generator)
+    return logits, labels, old, torch.randn(tokens, generator=generator) - 0.2, torch.ones(tokens)
 
 
-def gradient(way: str, logits: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probs of the labels, by PyTorch's own fused loss."""
+    return -torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def gradient(
+    way: str, logits: torch.Tensor, labels: torch.Tensor, *others: torch.Tensor
+) -> torch.Tensor:
     """Loss and its gradient; in place the gradient replaces the logits."""
     if way == "inplace":
-        bapo_loss(logits, *arguments, inplace=True)
+        bapo_loss(logits, labels, *others, inplace=True)
         return logits
     logits = logits.requires_grad_()
-    function = reference.bapo_loss if way == "before" else bapo_loss
-    (result,) = torch.autograd.grad(function(logits, *arguments).loss, logits)
+    if way == "after":
+        loss = bapo_loss(logits, labels, *others).loss
+    else:
+        made_by = torch.compile(cross_entropy) if way == "compiled" else cross_entropy
+        logp = plain_log_probs(logits, labels, 1.0) if way == "before" else made_by(logits, labels)
+        loss, _, _ = plain_bapo_loss(logp, *others)
+    (result,) = torch.autograd.grad(loss, logits)
     logits.requires_grad_(False)
     return result
 
 
-def checked_error(way: str, dtype: torch.dtype, rows: int = 8) -> float:
+def checked_error(way: str, logits: torch.Tensor, *arguments: torch.Tensor) -> float:
     """Error of the gradient against float64, relative to its largest entry.
 
     Raises:
-        SystemExit: it exceeds the budget, which that of plain PyTorch cannot.
+        SystemExit: the fused loss exceeds the budget.
     """
-    logits, *arguments = batch(rows, dtype)
-    exact = gradient("before", logits.double(), *arguments)
-    plain = gradient("before", logits, *arguments)
-    error, budget = error_and_budget(gradient(way, logits, *arguments), plain, exact)
-    if not error <= budget:
-        raise SystemExit(f"{way} {dtype}: gradient is off by {error:.1e}, at most {budget:.1e}")
-    return error / largest(exact)
+    logits, labels, *others = (values[:8].clone() for values in (logits, *arguments))
+    exact = logits.double().requires_grad_()
+    (truth,) = torch.autograd.grad(reference.bapo_loss(exact, labels, *others).loss, exact)
+    plain = gradient("before", logits, labels, *others)
+    error, budget = error_and_budget(gradient(way, logits, labels, *others), plain, truth)
+    if way in OURS and not error <= budget:
+        off = f"gradient is off by {error:.1e}, at most {budget:.1e}"
+        raise SystemExit(f"{way} {logits.dtype}: {off}")
+    return error / largest(truth)
 
 
 def peak_mib() -> float:
-    """Peak memory of this process."""
+    """Peak memory of this process since it was last reset."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-def measure(way: str, dtype: str, tokens: int) -> dict[str, str | float]:
+def measure(way: str, dtype: str, file: Path) -> dict[str, str | float]:
     """Time and memory of one way to compute loss and gradient, once the gradient is checked."""
-    error = checked_error(way, DTYPES[dtype])
-    logits, *arguments = batch(tokens, DTYPES[dtype])
+    logits, *arguments = torch.load(file)
+    error = checked_error(way, logits, *arguments)
+    Path("/proc/self/clear_refs").write_text("5")  # compilers take memory, too
     started_at = peak_mib()
     gradient(way, logits, *arguments)
     peak = peak_mib() - started_at
     times = []
-    for _ in range(2 if way == "before" else 9):
+    for _ in range(9 if way in OURS else 3):
         source = logits.clone() if way == "inplace" else logits
         start = time.perf_counter()
         gradient(way, source, *arguments)
@@ -102,10 +126,16 @@ def main(out: Path = Path("out"), tokens: int = 256) -> None:
     """Measures every way in every dtype; writes a CSV and a figure."""
     out.mkdir(parents=True, exist_ok=True)
     cases = [(way, dtype) for dtype in DTYPES for way in WAYS]
+    # Its processes find what this one imports.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["matplotlib.pyplot", "pandas", "bapo_kernels"])
     records = []
-    for way, dtype in track(cases, description="loss and gradient"):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            records.append(pool.submit(measure, way, dtype, tokens).result())
+    with TemporaryDirectory() as folder:
+        for name, dtype in DTYPES.items():
+            torch.save(batch(tokens, dtype), Path(folder, name))
+        for way, name in track(cases, description="loss and gradient"):
+            with ProcessPoolExecutor(1, processes) as pool:
+                records.append(pool.submit(measure, way, name, Path(folder, name)).result())
     table = pd.DataFrame(records)
     table.to_csv(out / "before_after.csv", index=False)
     print(f"Loss and gradient of {tokens} tokens, vocabulary {VOCABULARY:,}")

@@ -43,8 +43,8 @@ def main(preset: str = "paper", staleness: float = 0.3) -> None:
     log_prob = (old + staleness * torch.randn(8, 512, generator=g)).requires_grad_()
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1])
     advantages = ((rewards - rewards.mean()) / rewards.std())[:, None].expand(8, 512)
-    mask = torch.arange(512)[None] < torch.randint(64, 513, (8, 1), generator=g)
-    config.global_batch_info.update(dp_size=1, batch_num_tokens=int(mask.sum()))
+    response_mask = torch.arange(512)[None] < torch.randint(64, 513, (8, 1), generator=g)
+    config.global_batch_info.update(dp_size=1, batch_num_tokens=int(response_mask.sum()))
 
     table = Table(title=f"One micro-batch in verl, preset {preset}")
     table.add_column("")
@@ -55,7 +55,7 @@ def main(preset: str = "paper", staleness: float = 0.3) -> None:
             old_log_prob=old,
             log_prob=log_prob,
             advantages=advantages,
-            response_mask=mask,
+            response_mask=response_mask,
             loss_agg_mode=config.loss_agg_mode,
             config=config,
         )

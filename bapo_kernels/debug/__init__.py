@@ -50,6 +50,11 @@ class InputSummary(NamedTuple):
             first step; ``None`` without ``old_log_probs``.
         log_prob: mean log-prob of their labels.
         positive, negative: unmasked tokens with A > 0 and with A < 0.
+
+    Examples:
+        >>> logits, labels = torch.zeros(2, 4), torch.tensor([1, 3])
+        >>> debug.check_inputs(logits, labels, torch.full((2,), -1.39), torch.ones(2)).unmasked
+        2
     """
 
     tokens: int

@@ -15,8 +15,9 @@ from causal_lm import CausalLM
 from helpers import assert_within_budget
 
 import bapo_kernels
-from bapo_kernels import BAPOConfig, config, reference
+from bapo_kernels import BAPOConfig, config, log_probs, reference
 from bapo_kernels.backends import native
+from bapo_kernels.tools import plain
 from bapo_kernels.tools.budget import in_some_orders, largest
 
 # Examples import nothing: they see torch and the public names.
@@ -111,22 +112,19 @@ def openrlhf_args():
 def surroundings():
     """The names that the pages take as given: a batch of 2 x 3 tokens, groups of one rank."""
     model, tokens = CausalLM(), torch.randint(31, (2, 4))
-    logits = model.lm_head(model.model(tokens).last_hidden_state[:, :-1])
+    logits = model(tokens).logits[:, :-1].detach().requires_grad_()
     labels, old = tokens[:, 1:], torch.full((2, 3), -3.4)
-    advantages, mask = torch.tensor([1.0, -1.0]), torch.ones(2, 3)
+    advantages, response_mask = torch.tensor([1.0, -1.0]), torch.ones(2, 3)
 
-    def share(ratio, A, low, high):
-        contributions = A.abs() * torch.where(A > 0, ratio.clamp(max=high), ratio.clamp(min=low))
-        return contributions[A > 0].sum() / contributions.sum()
-
-    batch = SimpleNamespace(labels=labels, old_log_probs=old, advantages=advantages, mask=mask)
+    batch = SimpleNamespace(labels=labels, old_log_probs=old, advantages=advantages)
+    batch.response_mask = response_mask
     per_token = ("old", "old_log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs")
     names = dict.fromkeys(per_token, old) | {"head": bapo_kernels.LMHead.of(model)}
     names |= dict.fromkeys(["logits", "logits_of_my_columns"], logits)
     names |= dict.fromkeys(["weight", "my_rows_of_the_head"], model.lm_head.weight)
     names |= dict.fromkeys(["data_parallel_group", "tensor_group"])
-    names |= dict(model=model, tokens=tokens, labels=labels, mask=mask, share=share, batch=batch)
-    names |= dict(temperature=1.0, low=0.6, high=1.2, tokens_of_the_step=12, ranks=1)
+    names |= dict(model=model, tokens=tokens, labels=labels, batch=batch)
+    names |= dict(response_mask=response_mask, temperature=1.0, tokens_of_the_step=12, ranks=1)
     names["hidden"] = model.model(tokens).last_hidden_state[:, :-1]
     names["advantages"] = advantages[:, None].expand(2, 3)
     names["logits_of"] = lambda batch: logits.detach().requires_grad_()
@@ -229,18 +227,40 @@ def test_every_block_is_found():
     assert set(NOT_RUN) == {*found} - {None}
 
 
-def test_readme_before_and_after_agree():
-    """The first two blocks compute one loss in two ways; here the paper's weights are equal."""
+@pytest.mark.parametrize("bounds", ["start", "upper", "both"])
+def test_readme_before_and_after_agree(bounds):
+    """The first two blocks find the same bounds and compute one loss and gradient."""
     (before, after), *_ = blocks(README).values()
-    names = surroundings()
+    assert inspect.getsource(plain).split('"""\n', 1)[1].strip() in before
+    g = torch.Generator().manual_seed(0)
+    names, shape = {"temperature": 0.8}, (4, 16)
+    values = torch.randn(*shape, 50, generator=g)
+    names["labels"] = torch.randint(50, shape, generator=g)
+    logp = log_probs(values, names["labels"], temperature=0.8)[0]
+    names["old_log_probs"] = (logp + 0.5 * torch.randn(shape, generator=g)).clamp(max=-0.1)
+    shift = dict(start=0.3, upper=0.265, both=0.2)[bounds]
+    names["advantages"] = torch.randn(shape, generator=g) + shift
+    names["response_mask"] = torch.rand(shape, generator=g) < 0.7
 
-    def loss_before():
-        exec(before, names)
-        return names["loss"].detach()
+    def run(source):
+        names["logits"] = values.clone().requires_grad_()
+        exec(source, names)
+        return names["logits"].grad
 
-    same = in_some_orders(loss_before)
-    exec(after, names)
-    arguments = (names[n] for n in ("labels", "old_log_probs", "advantages", "mask"))
-    truth = reference.bapo_loss(names["logits"].double(), *arguments, config=names["config"])
-    operand = largest(names["old_log_probs"]) * names["high"]  # a mean of ratios, of log-probs
-    assert_within_budget("loss", names["out"].loss, same, truth.loss, operand)
+    def loss_and_gradient():
+        dlogits = run(before)
+        return names["loss"].detach(), dlogits
+
+    same, dlogits = zip(*in_some_orders(loss_and_gradient), strict=True), run(after)
+    low, high = (bound.item() for bound in names["out"].bounds)
+    assert (low, high) == pytest.approx((names["low"], names["high"]))
+    moved = dict(start=(0, 0), upper=(0, 1), both=(1, 1))[bounds]
+    assert (names["low"] > 0.6, names["high"] > 1.2) == moved
+    exact = values.double().requires_grad_()
+    arguments = [names[n] for n in ("labels", "old_log_probs", "advantages", "response_mask")]
+    truth = reference.bapo_loss(exact, *arguments, config=names["config"])
+    truth.loss.backward()
+    operand = largest(names["old_log_probs"]) * high  # a mean of ratios, of log-probs
+    numbers = zip((names["out"].loss, dlogits), same, (truth.loss, exact.grad), strict=True)
+    for name, (got, of_before, of_truth) in zip(("loss", "dlogits"), numbers, strict=True):
+        assert_within_budget(name, got, of_before, of_truth, operand if name == "loss" else 0.0)
