@@ -3,7 +3,7 @@
 Imports the public modules, no framework, no Triton, and initialises no CUDA.
 """
 
-from . import debug, reference
+from . import debug, distillation, reference
 from .backends import available_backends
 from .bounds import ContributionHistogram, find_clip_bounds
 from .config import BAPOConfig
@@ -35,6 +35,7 @@ __all__ = [
     "bapo_loss",
     "bapo_loss_from_log_probs",
     "debug",
+    "distillation",
     "empty_cache",
     "find_clip_bounds",
     "linear_log_probs",

@@ -12,6 +12,7 @@ import typer
 from torch import Tensor
 
 from bapo_kernels import bapo_linear_loss, bapo_loss_from_log_probs, linear_log_probs
+from bapo_kernels.distillation import kl, with_tail
 from bapo_kernels.tools.budget import error_and_budget
 
 
@@ -30,10 +31,7 @@ def batch(tokens: int, vocabulary: int, hidden: int, k: int) -> dict[str, Tensor
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """Of the top K and of all other ids together (docs/distillation.md)."""
-    inside = (x.logsumexp(-1, keepdim=True).clamp(max=-1e-6) for x in (student, teacher))
-    of_others = ((-x.expm1()).log() for x in inside)
-    s, t = (torch.cat(x, -1) for x in zip((student, teacher), of_others, strict=True))
-    return (t.exp() * (t - s)).sum(-1).mean()
+    return kl(with_tail(teacher), with_tail(student)).mean()
 
 
 def one_pass(b: dict[str, Tensor]) -> Tensor:

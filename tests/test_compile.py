@@ -30,6 +30,7 @@ from bapo_kernels import (
 )
 from bapo_kernels.config import Options
 from bapo_kernels.core.operators import FIELDS, HEAD_SCHEMAS, NAMESPACES, SCHEMAS
+from bapo_kernels.distillation import jsd, kl, masked, renormalised, with_tail
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(not KERNELS, reason="no kernels")]
 
@@ -421,6 +422,15 @@ def by_top_k(x, *_):
     )
 
 
+def by_distillation(x, y, *_):
+    """In float64, whose roundings differ under a compiler, and are none of float32."""
+    ids = torch.stack([y % 6, torch.where(y > 2, (y + 1) % 6, -100)], -1)
+    teacher = torch.full(ids.shape, -1.0, dtype=torch.float16, device=x.device)
+    s, t = (masked(z, ids).double() for z in (log_probs(x, ids)[0], teacher))
+    tails = jsd(with_tail(s), with_tail(t), 0.3)
+    return ((tails + kl(renormalised(s), renormalised(t))).float(),)
+
+
 def with_entropy(logp, entropy):
     return logp + 0.1 * entropy, entropy.detach()
 
@@ -445,6 +455,7 @@ FUNCTIONS = {
     "linear_log_probs": lambda x, y, *_: with_entropy(*linear_log_probs(x, HEAD, y)),
     "K labels": by_k_labels,
     "sampling mask": by_sets,
+    "distillation": by_distillation,
     "sizes that become dynamic": by_log_probs,  # from the second on
 }
 ADDED_UP = (

@@ -11,11 +11,13 @@ from helpers import EPS, needs_native
 from recipes import gradients, run
 
 from bapo_kernels import log_probs, reference
+from bapo_kernels.distillation import jsd, kl, masked, renormalised, with_tail
 from bapo_kernels.tools.budget import largest
 
 pytestmark = [needs_native, pytest.mark.skipif(not recipes.BLOCKS, reason="the page is absent")]
 
 N, V, H, K = 8, 53, 16, 5
+ALL = partial(masked, ids=torch.arange(K).expand(N, K))
 
 
 def case():
@@ -75,35 +77,32 @@ def assert_exact(names, made, value, truth):
 
 CASES = {
     "forward": ("FORWARD", "loss", "tail", 0),
-    "plain": ("FORWARD", recipes.PLAIN, "", 0),
-    "renormalised": ("FORWARD", recipes.RENORMALISED, "renormalised", 0),
+    "plain": ("FORWARD", "kl(teacher, student)", "", 0),
+    "renormalised": ("FORWARD", "kl(*map(renormalised, (teacher, student)))", "renormalised", 0),
     "reverse": ("REVERSE", "loss", "tail", 1),
     "generalised": ("REVERSE", "generalised", "generalised", 1),
-    "jsd": ("JSD", "loss", "tail", 0.5),
-    "jsd 0.1": ("JSD", "jsd(*map(renormalised, (student, teacher)), 0.1)", "renormalised", 0.1),
+    "jsd": ("FORWARD", "jsd(with_tail(student), with_tail(teacher), 0.5)", "tail", 0.5),
+    "jsd 0.1": ("FORWARD", "jsd(*map(renormalised, (student, teacher)), 0.1)", "renormalised", 0.1),
 }
 
 
 @pytest.mark.parametrize(("source", "code", "support", "beta"), CASES.values(), ids=CASES)
 def test_divergences(source, code, support, beta):
     names = case()
-    made = run(names, *[recipes.FORWARD] * (source == "JSD"), getattr(recipes, source))
+    made = run(names, getattr(recipes, source))
     assert beta < 1 or torch.equal(made["ids"], distributions(names)[0].topk(2).indices)
     truth = lambda q, p, _: divergence(q, p, made["ids"], support, beta)  # noqa: E731
     assert_exact(names, made, eval(code, made), truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["forward", "plain", "renormalised", "jsd"])
-def test_teachers_in_half_precision(name, dtype):
-    """As they are stored, with the loss of their values in float32."""
-    values, (source, code, *_) = [], CASES[name]
-    for kind in (dtype, torch.float32):
-        names = case()
-        names["teacher"] = names["teacher"].to(dtype).to(kind)
-        made = run(names, *[recipes.FORWARD] * (source == "JSD"), getattr(recipes, source))
-        values.append(eval(code, made))
-    assert torch.equal(*values)
+@pytest.mark.parametrize("entries", [ALL, with_tail, renormalised, torch.clone])
+def test_teachers_in_half_precision(entries, dtype):
+    """As they are stored, with the losses of their values in float32."""
+    student, stored = entries(-torch.rand(N, K)), case()["teacher"].to(dtype)
+    for loss in (kl, partial(jsd, beta=0.3)):
+        values = [loss(entries(x), student) for x in (stored, stored.float())]
+        assert torch.equal(*values)
 
 
 @pytest.mark.parametrize(("code", "of_set", "of_others"), recipes.TABLE)
@@ -168,16 +167,15 @@ def test_with_reinforcement_learning():
     assert_exact(names, made, made["loss"], truth)
 
 
-@pytest.mark.parametrize("entries", ["with_tail(x)", "renormalised(x)", "x"])
+@pytest.mark.parametrize("entries", [with_tail, renormalised, torch.clone])
 def test_nothing_outside_of_s(entries):
     """Nor at some entries: losses and gradients are finite."""
     logits = torch.full((2, V), -200.0)
     logits[:, [3, 7]], logits[:, 9] = 0.0, -torch.inf  # the last is forbidden
-    ids = torch.tensor([[3, 7, 9, -100], [-100] * 4])
-    made, logits = run(case(), recipes.FORWARD, recipes.JSD), logits.requires_grad_()
-    both = log_probs(logits, ids)[0], torch.tensor([-0.1, -2.352168, -torch.inf, 0.0])
-    s, t = (eval(entries, made | dict(x=made["masked"](x, ids))) for x in both)
-    for loss in (made["kl"](t, s), made["kl"](s, t), made["jsd"](s, t, 0.3)):
+    ids, logits = torch.tensor([[3, 7, 9, -100], [-100] * 4]), logits.requires_grad_()
+    teacher = torch.tensor([-0.1, -2.352168, -torch.inf, 0.0]).expand(2, 4)
+    s, t = (entries(masked(x, ids)) for x in (log_probs(logits, ids)[0], teacher))
+    for loss in (kl(t, s), kl(s, t), jsd(s, t, 0.3)):
         assert loss[1].abs() <= 2 * EPS[torch.float32]
         (gradient,) = torch.autograd.grad(loss.sum(), logits, retain_graph=True)
         assert torch.cat([loss, gradient.flatten()]).isfinite().all()

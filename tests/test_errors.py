@@ -25,6 +25,7 @@ from bapo_kernels import (
     reference,
 )
 from bapo_kernels.debug import check_inputs
+from bapo_kernels.distillation import jsd, kl, masked, padded, with_tail
 
 B, S, V = 2, 5, 11
 SEQ = BAPOConfig(loss_agg_mode="seq-mean-token-mean")
@@ -188,6 +189,12 @@ OTHER_CALLS = {
     "lm_head_weight must have the dtype": lambda: linear_log_probs(ROWS, ROWS[0].half(), LABELS),
     "logits_dtype must be None, or torch.float32 for hidden states of half precision "
     "(here torch.float32), got torch.bfloat16": lambda: of_hidden(logits_dtype=torch.bfloat16),
+    "x must have the shape of ids (2, 1), got (2, 5)": lambda: masked(ONES, LABELS[:, :1]),
+    "x must be floating point, got torch.int64": lambda: masked(LABELS, ONES),
+    "b must have the shape of a (2, 6), got (2, 1)": lambda: kl(with_tail(ONES), ONES[:, :1]),
+    "teacher must have the shape of student (2, 5), got (5,)": lambda: jsd(ONES, ONES[0], 0.5),
+    "beta must be in (0, 1): at its ends take kl, got 1": lambda: jsd(ONES, ONES, 1),
+    "rows must have pairs (id, log-prob), got ids [-0.5]": lambda: padded([[(-0.5, 3)]], 1),
 }
 
 

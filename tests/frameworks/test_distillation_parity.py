@@ -8,13 +8,13 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import recipes
 import torch
 from accuracy import assert_as_reference
 from helpers import needs_native
 from recipes import gradients, plain, plug_in, run
 
 from bapo_kernels import linear_log_probs
+from bapo_kernels.distillation import jsd, kl, masked, renormalised, with_tail
 from bapo_kernels.tools.budget import largest
 
 pytestmark = needs_native
@@ -35,16 +35,15 @@ def case(k):
 
 def recipe(log_probs, names, beta, entries, transform):
     """Sums over tokens of the loss and of both entropies, and the gradients of the loss."""
-    made = run(names | dict(student=names["teacher"]), recipes.JSD)
+    made = run(names)
     student, entropy = log_probs(made["hidden"], made["weight"], made["ids"], **transform)
-    both = (made["masked"](x, made["ids"]) for x in (student, made["teacher"]))
-    (s, t), kl = (eval(entries, made | dict(x=x)) for x in both), made["kl"]
-    loss = made["jsd"](s, t, beta) if 0 < beta < 1 else kl(s, t) if beta else kl(t, s)
+    s, t = (entries(masked(x, made["ids"])) for x in (student, made["teacher"]))
+    loss = jsd(s, t, beta) if 0 < beta < 1 else kl(s, t) if beta else kl(t, s)
     sums = [x.detach().sum() for x in (loss, entropy, -kl(t, torch.zeros_like(t)))]
     return sums + gradients(made, loss)
 
 
-def assert_parity(names, theirs, beta, entries="x", **transform):
+def assert_parity(names, theirs, beta, entries=torch.clone, **transform):
     """Of what each of theirs, or ``None`` for ours, found of the same, where it has it."""
 
     def expected(kind, log_probs=plain):
@@ -52,7 +51,7 @@ def assert_parity(names, theirs, beta, entries="x", **transform):
         return recipe(log_probs, cast, beta, entries, transform)
 
     # Of log-probs, and of the mass that they leave, in sums over tokens.
-    left = 1 - names["teacher"].exp().sum(-1).max().item() if "tail" in entries else 1.0
+    left = 1 - names["teacher"].exp().sum(-1).max().item() if entries is with_tail else 1.0
     size = max(map(largest, plain(names["hidden"], names["weight"], names["ids"], **transform)))
     mine = expected(torch.float32, linear_log_probs)
     for found in (mine, *theirs):
@@ -60,14 +59,14 @@ def assert_parity(names, theirs, beta, entries="x", **transform):
         assert_as_reference(got, expected, roundings=N * (K + 2 * size) / left)
 
 
-@pytest.mark.parametrize("entries", ["with_tail(x)", "renormalised(x)"])
+@pytest.mark.parametrize("entries", [with_tail, renormalised])
 @pytest.mark.parametrize("beta", [0, 0.25, 1])
 def test_trl_of_k_ids(monkeypatch, beta, entries):
     names, found, (temperature, *transform) = case(K), [], TRANSFORM.values()
     names["ids"][2, 3:], names["ids"][5, 1:] = -100, -100
     given = names["ids"] >= 0
     teacher = names["ids"].where(given, -1), names["teacher"].where(given, -math.inf), given
-    options = beta, temperature, "tail" in entries, None, 1, 3
+    options = beta, temperature, entries is with_tail, None, 1, 3
     for loss in plug_in(monkeypatch, "trl.md", pytest.importorskip(TRL), "_chunked_jsd_loss"):
         made = run(names)
         head = made["hidden"], made["weight"], None, *transform

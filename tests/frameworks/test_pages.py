@@ -113,9 +113,9 @@ def test_formats_of_teachers():
     tops = [None, {4: -3.0, 9: -0.5, 2: -1.0}, {1: -0.25, 8: math.nan}, None]
     vllm = [t and {id: Namespace(logprob=x) for id, x in t.items()} for t in tops]
     sglang = [None, [(-0.5, 9, None), (-1.0, 2, None)], [(-0.25, 1, None)], None]
-    made = dict(request=Namespace(prompt_logprobs=vllm), k=2, torch=torch)
-    exec(recipes.TEACHERS, made := made | dict(meta_info=dict(input_top_logprobs=sglang)))
-    for ids, teacher in ((made["ids"], made["teacher"]), made["padded"](made["sglang"][1:], 2)):
+    given = dict(request=Namespace(prompt_logprobs=vllm), k=2)
+    made = recipes.run(given | dict(meta_info=dict(input_top_logprobs=sglang)), recipes.TEACHERS)
+    for ids, teacher in zip(made["ids"], made["teacher"], strict=True):
         assert ids.tolist() == [[9, 2], [1, -100], [-100, -100]]
         assert teacher.tolist() == [[-0.5, -1.0], [-0.25, -math.inf], [-math.inf] * 2]
 

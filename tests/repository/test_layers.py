@@ -12,7 +12,7 @@ PACKAGE = Path(bapo_kernels.__file__).parent
 # From bottom to top; modules of a line do not import each other. A folder stands for its files.
 LAYERS = """
 checks
-config output
+config output distillation
 sampling_mask core.operators core.memory core.distributed core.head.gemm
 backends.triton backends.native core.call core.autograd
 backends core.arguments.options core.arguments.ranks core.arguments.single core.tokens
