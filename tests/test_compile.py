@@ -423,7 +423,7 @@ def by_top_k(x, *_):
 
 
 def by_distillation(x, y, *_):
-    """In float64, whose roundings differ under a compiler, and are none of float32."""
+    """In float64: float32 does not show where a compiler rounds differently."""
     ids = torch.stack([y % 6, torch.where(y > 2, (y + 1) % 6, -100)], -1)
     teacher = torch.full(ids.shape, -1.0, dtype=torch.float16, device=x.device)
     s, t = (masked(z, ids).double() for z in (log_probs(x, ids)[0], teacher))

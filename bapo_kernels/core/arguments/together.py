@@ -124,7 +124,8 @@ def log_probs_arguments(
     like = labels
     if several:  # a row is masked where all its labels are
         labels = labels.long()
-        like = torch.where((labels == IGNORE_INDEX).all(-1), IGNORE_INDEX, 0)
+        # Inductor 2.13 fuses `labels == -100` with the caller's, and reads log-probs too early.
+        like = torch.where((labels - IGNORE_INDEX).any(-1), 0, IGNORE_INDEX)
     temperature, mask = options.get("temperature", 1.0), options.get("sampling_mask")
     config = BAPOConfig(
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
