@@ -7,7 +7,7 @@ Imports only the checks of arguments. :class:`Options` has the order of ``Option
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Real
@@ -92,7 +92,7 @@ _ELSEWHERE = {
 def meant(name: str) -> str:
     """The option that a wrong name stands for, as the end of an error; empty if none does."""
     elsewhere = {old: here for here, names in _ELSEWHERE.items() for old in names}
-    options = [*BAPOConfig.__dataclass_fields__]
+    options = [field.name for field in fields(BAPOConfig)]
     near = get_close_matches(name, [*options, *elsewhere], 1)
     here = elsewhere.get(near[0], near[0]) if near else None
     return f", did you mean {here}?" if here else ""

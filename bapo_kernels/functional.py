@@ -85,7 +85,8 @@ def bapo_loss(
             ``metrics["label_outside_mask"]`` counts these.
         backend: ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; default: the first of them
             that can run.
-        inplace: overwrite ``logits`` with the gradient; using them again raises in backward.
+        inplace: overwrite ``logits`` with the gradient; using them again raises in backward, and
+            without autograd reads that gradient.
             Otherwise the gradient on a CPU reuses the buffer of the previous one once that is
             unreferenced (:func:`empty_cache`).
         statistics: ``"all"`` computes log-probs, entropy and metrics of every unmasked token.

@@ -103,6 +103,8 @@ class BAPOOutput(NamedTuple):
         (tensor(-1.), tensor([-1.3863,  0.0000]))
         >>> out.metrics["entropy"], out.metrics["bapo_pos_share"]
         (tensor(1.3863), tensor(1.))
+        >>> print(out)  # doctest: +ELLIPSIS
+        loss -1, tokens 1, ppo_kl 0, pg_clipfrac 0, entropy 1.386, bapo_clip_low 0.6, ...
     """
 
     loss: torch.Tensor
@@ -110,3 +112,10 @@ class BAPOOutput(NamedTuple):
     entropy: torch.Tensor | None
     bounds: ClipBounds
     metrics: dict[str, torch.Tensor]
+
+    def __str__(self) -> str:
+        """The loss and what to look at first, in a line; waits for the device."""
+        names = "tokens", "ppo_kl", "pg_clipfrac", "entropy", "bapo_clip_low", "bapo_clip_high"
+        shown = {"loss": self.loss} | {n: self.metrics[n] for n in (*names, "bapo_acted")}
+        numbers = torch.stack([*shown.values()]).tolist()
+        return ", ".join(f"{n} {x + 0.0:.4g}" for n, x in zip(shown, numbers, strict=True))

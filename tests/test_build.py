@@ -328,5 +328,5 @@ def test_import_asks_for_no_gpu():
 def test_sums_have_the_same_order_everywhere():
     policy = pytest.importorskip("bapo_kernels.backends.triton.token_loss")
     text = (ROOT / "csrc/tokens.h").read_text()
-    body = re.search(r"^struct TokenLossSums {\n(.*?)^};", text, re.DOTALL | re.MULTILINE)[1]
+    body = re.search(r"^struct SumsOfTokens {\n(.*?)^};", text, re.DOTALL | re.MULTILINE)[1]
     assert tuple(re.findall(r"(\w+)[,;]", body)) == policy.SUMS

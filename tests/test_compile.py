@@ -27,6 +27,7 @@ from bapo_kernels import (
     linear_log_probs,
     linear_top_k,
     log_probs,
+    mean_metrics,
 )
 from bapo_kernels.config import Options
 from bapo_kernels.core.operators import FIELDS, HEAD_SCHEMAS, NAMESPACES, SCHEMAS
@@ -182,7 +183,7 @@ def arguments_of(operator, device="cpu", **changes):
     known |= dict(dlog_probs=double(N), dentropy=double(N), dlog_ratios=double(N))
     known |= dict(undecided=flags, only=flags, dlogits=torch.empty(2, 3, V))
     known |= dict(log_ratios=double(N), rank=1, table=double(2, 54), masses=double(6))
-    known |= dict(ticket=torch.zeros(1, dtype=torch.int32), report=torch.empty(15))
+    known |= dict(ticket=torch.zeros(1, dtype=torch.int32), report=torch.empty(len(REPORT)))
     known |= dict(outputs=torch.empty(2, N), length=3, cu_seqlens=None)
     # Of prepare.
     known |= dict(labels_or_log_probs=torch.randint(0, V, (2, 3)))
@@ -435,6 +436,14 @@ def with_entropy(logp, entropy):
     return logp + 0.1 * entropy, entropy.detach()
 
 
+def averaged(logp, old, A, mask, offsets):
+    outs = [
+        bapo_loss_from_log_probs(logp, old, A, mask, cu_seqlens=offsets, bounds=bounds)
+        for bounds in ((0.8, 1.2), (0.7, 1.4))
+    ]
+    return mean_metrics(outs)
+
+
 FUNCTIONS = {
     "bapo_loss": by_logits,
     "all terms": lambda *batch: by_logits(*batch, ref_log_probs=batch[2], config=ALL_TERMS),
@@ -445,6 +454,7 @@ FUNCTIONS = {
     "BAPOLinearLoss": lambda x, *batch: LINEAR(x, HEAD, *batch[:-1], cu_seqlens=batch[-1])[:1],
     "bapo_linear_loss": by_hidden,
     "bapo_loss_from_log_probs": by_log_probs,
+    "mean_metrics": lambda x, y, *batch: [*averaged(x[..., 0], *batch).values()],
     "find_clip_bounds": lambda x, y, *batch: (find_clip_bounds(x[..., 0], *batch[:-1]).upper,),
     "ContributionHistogram": by_histogram,
     "log_probs": lambda x, y, *_: with_entropy(*log_probs(x, y % 6, temperature=0.7)),
@@ -494,6 +504,7 @@ NUMBERS = {
     "dp_size": lambda n: dict(batch_num_tokens=n, dp_size=n),
     "bounds": lambda n: dict(bounds=(0.8, n)),
     "config": lambda n: dict(config=BAPOConfig(ratio_upper_max=n, clip_ratio_c=n)),
+    "temperature": lambda n: dict(temperature=n),
 }
 
 

@@ -1,8 +1,11 @@
 """BAPOConfig: presets, and every bad value refused at construction."""
 
 import dataclasses
+import functools
+import inspect
 import math
 import pickle
+import re
 from decimal import Decimal
 from fractions import Fraction
 
@@ -87,13 +90,34 @@ def test_presets_can_be_overridden_and_nothing_is_ignored():
     assert (config.lower_grid, config.upper_grid, config.clip_ratio_c) == ([0.8], [1.28], 3.0)
     assert BAPOConfig.paper(ratio_upper_max=2.0).upper_grid[-1] == 2.0
     assert BAPOConfig.recipe(target=0.5).target == 0.5
-    for make in (BAPOConfig, BAPOConfig.paper, BAPOConfig.recipe):
-        with pytest.raises(TypeError, match="clip_ratio_low"):
-            make(clip_ratio_low=0.2)
-    with pytest.raises(ValueError, match=r"ratio_lower_max must be <= 1, a bound of the ratio"):
+    with pytest.raises(ValueError, match=r"lower must be <= 1 .*swapped.*, got 1.2 and 0.8"):
         BAPOConfig.fixed(1.2, 0.8)
+    with pytest.raises(ValueError, match=r"ratio_lower_max must be <= 1, a bound of the ratio"):
+        BAPOConfig.fixed(1.2, 1.3)
     with pytest.raises(ValueError, match=r"ratio_upper_start must be >= 1, .* not an epsilon, got"):
         BAPOConfig.fixed(0.2, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("entropy_coeff", "entropy_coef"),
+        ("clip_ratio_low", "BAPOConfig.fixed(1 - epsilon, 1 + epsilon)"),
+        ("delta", "clip_ratio_c"),
+        ("importance_sampling_level", "ratio_level"),
+        ("xyzzy", None),
+    ],
+)
+def test_an_unknown_option_says_which_is_meant(name, meant):
+    hint = f", did you mean {re.escape(meant)}[?]$" if meant else "$"
+    unknown = f"^BAPOConfig\\(\\) got an unexpected keyword argument '{name}'{hint}"
+    replace = functools.partial(dataclasses.replace, BAPOConfig())
+    for make in (BAPOConfig, BAPOConfig.paper, BAPOConfig.recipe, replace):
+        with pytest.raises(TypeError, match=unknown):
+            make(**{name: 0.2})
+    names = [field.name for field in dataclasses.fields(BAPOConfig)]
+    assert [*inspect.signature(BAPOConfig).parameters] == names
 
 
 NUMBERS = [f.name for f in dataclasses.fields(BAPOConfig) if f.type in ("float", "float | None")]

@@ -129,7 +129,9 @@ def test_expected_gradients():
     q, p, _ = distributions(names := case())
     q, gap = q.detach().flatten(), (q / p).log().detach().flatten()
     rows = {name: x.repeat_interleave(V, 0) for name, x in names.items() if len(x) == N}
-    rows |= dict(labels=torch.arange(V).repeat(N), mask=torch.ones(N * V), old_log_probs=q.log())
+    rows |= dict(
+        labels=torch.arange(V).repeat(N), response_mask=torch.ones(N * V), old_log_probs=q.log()
+    )
     # An advantage times its probability and the number of rows: their mean is the expectation.
     rows["teacher_log_probs"] = q.log() - N * V * q * gap
     made, of_policy = run(names | rows, recipes.SAMPLED), run(names | rows, recipes.POLICY)
@@ -156,7 +158,7 @@ def test_with_reinforcement_learning():
     names, labels, mask = case(), torch.arange(N), torch.ones(N)
     labels[3:5], mask[5] = names["ids"][3:5, 0], 0.0  # two that are in S
     old = log_probs(names["hidden"] @ names["weight"].T, labels)[0] + torch.randn(N) / 3
-    batch = dict(old_log_probs=old, advantages=torch.randn(N), mask=mask)
+    batch = dict(old_log_probs=old, advantages=torch.randn(N), response_mask=mask)
     made = run(names | batch | dict(labels=labels), recipes.WITH_RL)
 
     def truth(q, p, leaves):

@@ -69,7 +69,8 @@ WRONG = {
     },
     "advantages": {f"have {PER_SEQUENCE}, got (5,)": ONES[0]},
     "temperature": {
-        "be a tensor (a number is config.temperature), got 0.7 (float)": 0.7,
+        "be a number, got '0.7' (str)": "0.7",
+        "be finite and > 0, got 0.0": 0,
         f"be 0-dim, or have {PER_SEQUENCE}, got (1, 1)": ONES[:1, :1],
         "be on the device of labels (cpu), got meta": ONE_ON_META,
     },
@@ -354,3 +355,9 @@ def test_float64_is_slow_and_says_so_once():
                 call(backend=backend)
             messages = [w for w in caught if "float64 on the PyTorch reference" in str(w.message)]
             assert len(messages) == (backend is None)
+
+
+@pytest.mark.parametrize("function", [bapo_loss, bapo_linear_loss, bapo_loss_from_log_probs])
+def test_another_name_of_the_mask(function):
+    with pytest.raises(TypeError, match="^mask must be called response_mask, got Tensor$"):
+        function(ROWS, mask=ONES)

@@ -50,7 +50,7 @@ OPTIONS = {
     "paper": ({}, {}),
     "recipe": (dict(preset="recipe"), {}),
     "fixed": (dict(preset="fixed"), {}),
-    "temperature": (dict(temperature=0.7), {}),
+    "temperature": (dict(temperature=30.0), dict(temperature=0.7)),
     "temperatures": (dict(temperature=30.0), dict(temperature=TEMPERATURES)),
     "logit_scale": (dict(logit_scale=1.7), {}),
     "softcap": (dict(final_logit_softcapping=5.0), {}),
@@ -307,7 +307,7 @@ def test_undecided_rows_are_finished_with_the_final_bounds(backend, device, inte
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_equal_temperatures_have_the_bits_of_one_number(backend, device, dtype, softcap, inplace):
-    """In any shape and any floating dtype; 0.75 is one of every dtype."""
+    """In any shape and any floating dtype; 0.75 is one of every dtype. And the number itself."""
     B, S = 2, 3
     config = BAPOConfig(final_logit_softcapping=softcap, entropy_coef=0.05, temperature=0.75)
     case = make_case((B, S), 65, dtype, device, config=config, staleness=0.4)
@@ -316,9 +316,8 @@ def test_equal_temperatures_have_the_bits_of_one_number(backend, device, dtype, 
     expected = logits if inplace else torch.autograd.grad(plain.loss, logits)[0]
     ignored = BAPOConfig(final_logit_softcapping=softcap, entropy_coef=0.05, temperature=9.0)
     kinds = {(): torch.float64, (B,): torch.bfloat16, (B, S): torch.float32, (S, B): torch.float16}
-    for shape, kind in kinds.items():
-        T = torch.full(shape, 0.75, dtype=kind, device=device)
-        T = T.T if shape == (S, B) else T
+    equal = [torch.full(shape, 0.75, dtype=kind, device=device) for shape, kind in kinds.items()]
+    for T in (0.75, *equal[:-1], equal[-1].T):
         x = case.logits.detach().clone().requires_grad_(not inplace)
         options = dict(config=ignored, temperature=T, backend=backend, inplace=inplace)
         got = bapo_loss(x, *case.arguments(), **options)

@@ -341,7 +341,8 @@ REFUSED = {
     ],
     "contribution must be 'surrogate' with surrogate='cispo', which clips no gradient away, got "
     "'gradient'": [lambda: policy("cispo", contribution="gradient")],
-    "surrogate must be one of ['cispo', 'clip', 'mask', 'sapo'], got 'x'": [lambda: policy("x")],
+    "surrogate must be one of ['cispo', 'clip', 'mask', 'sapo'] (another: docs/guide.md, "
+    "'Your own loss'), got 'x'": [lambda: policy("x")],
     "ratio_level must be one of ['sequence', 'token'], got 'x'": [lambda: policy(level="x")],
     "sapo_tau_neg must be finite and > 0, got 0.0": [lambda: policy("sapo", sapo_tau_neg=0.0)],
     "bounds.upper must have one element, or have the shape of log_probs (2, 3) or one entry per "

@@ -85,10 +85,11 @@ def validate(
         print(f"{len(tasks)} cases of {', '.join(names)} on {where}, {limited}", flush=True)
         if words:
             print("not checked:", plan["not checked"], flush=True)
-        for task in track(tasks, "cases", console=Console(stderr=True), transient=True):
+        progress = track(tasks, "cases", console=Console(stderr=True), transient=True)
+        for number, task in enumerate(progress, 1):
             report["running"] = _name(task)
             keep()
-            print(report["running"], file=sys.stderr, flush=True)
+            print(f"{number}/{len(tasks)} {_name(task)}", file=sys.stderr, flush=True)
             yield task
         report["running"] = None
 

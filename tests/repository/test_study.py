@@ -55,6 +55,12 @@ def test_an_inexact_kernel_is_not_timed(monkeypatch, tmp_path, way):
         example.measure(way, "bfloat16", file)
 
 
+def test_the_picture_of_the_tokens(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    importlib.import_module("per_token").main(tmp_path, rollouts=1)
+    assert (tmp_path / "per_token.png").stat().st_size > 10_000
+
+
 @pytest.fixture
 def toy_size(monkeypatch):
     """A policy that walks at random, and so seldom arrives; little work, on one thread."""
