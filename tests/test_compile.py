@@ -32,6 +32,7 @@ from bapo_kernels import (
 from bapo_kernels.config import Options
 from bapo_kernels.core.operators import FIELDS, HEAD_SCHEMAS, NAMESPACES, SCHEMAS
 from bapo_kernels.distillation import jsd, kl, masked, renormalised, with_tail
+from bapo_kernels.output import REPORT
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(not KERNELS, reason="no kernels")]
 
