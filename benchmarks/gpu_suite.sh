@@ -41,7 +41,7 @@ TESTS=(tests/test_gpu.py tests/test_loss.py tests/test_linear.py tests/test_log_
   tests/test_fuzz.py)
 OTHER_TESTS=(tests/test_sampling_mask.py tests/test_policies.py tests/test_prepare.py
   tests/test_triton_rows.py tests/test_triton_sets.py tests/test_triton_sequences.py
-  tests/test_distributed.py tests/test_compile.py)
+  tests/test_distributed.py tests/test_metrics.py tests/test_compile.py)
 WORKERS=6
 TARGET_SIZES=()
 # Rows in one block and in clusters of every size, aligned or not.
