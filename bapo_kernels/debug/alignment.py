@@ -112,7 +112,7 @@ def check_alignment(
     zeros = torch.zeros_like(labels, dtype=torch.float32)
     tokens = rows, labels, zeros, temperatures, unmasked, sequence, at, config
     comparison = _Comparison(*tokens)
-    log_prob = -float(comparison.distances(_Mistake()).nanmean())
+    log_prob = -float(comparison.distances(_Mistake()).nanmean())  # the distance from 0
     if old_log_probs is None:
         return log_prob, None
     old = old_log_probs.reshape(N)

@@ -18,14 +18,11 @@ from ..bounds import SEARCH_METRICS
 from ..checks import require
 from ..config import BAPOConfig, meant
 
-# The first may be infinite, and frameworks average what they log; the second is no metric of it.
+# Frameworks average what they log: the first may be infinite, the second is a flag.
 _NOT_AVERAGED = "bapo_pos_neg_ratio", "loss_adds_up"
 BOUND_METRICS = (
-    "bapo_clip_low",
-    "bapo_clip_high",
-    "bapo_pos_share",
-    "bapo_saturated",
-    "bapo_acted",
+    *("bapo_clip_low", "bapo_clip_high", "bapo_pos_share"),
+    *("bapo_saturated", "bapo_acted"),
 )
 CLIP_METRICS = ("pg_clipfrac", "pg_clipfrac_pos", "pg_clipfrac_neg", "pg_clipfrac_lower")
 DECISION_METRICS = tuple(name for name in SEARCH_METRICS if name not in _NOT_AVERAGED)
