@@ -15,6 +15,7 @@ from .checks import (
     check_device,
     check_floating,
     check_group,
+    names_instead,
     outside_inference_mode,
     refuse,
     require,
@@ -184,6 +185,7 @@ class ContributionHistogram:
         return self.table
 
 
+@names_instead
 def find_clip_bounds(
     log_probs: Tensor,
     old_log_probs: Tensor | None,

@@ -82,7 +82,8 @@ _ELSEWHERE = {
     "sapo_tau_neg": ("sapo_temperature_neg", "tau_neg"),
     "sapo_tau_pos": ("sapo_temperature_pos", "tau_pos"),
     "surrogate": ("loss_mode", "policy_loss"),
-    "BAPOConfig.fixed(1 - epsilon, 1 + epsilon)": (
+    "target": ("adv_ratio_target",),
+    "ratio_lower_max and ratio_upper_start, bounds of the ratio (BAPOConfig.fixed)": (
         *("clip_ratio", "clip_ratio_low", "clip_ratio_high"),
         *("epsilon", "epsilon_low", "epsilon_high", "eps_clip"),
     ),

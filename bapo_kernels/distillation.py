@@ -19,6 +19,7 @@ def masked(x: Tensor, ids: Tensor) -> Tensor:
     tensor([-5.0000e-01, -1.0000e+30])
     """
     check_like("x", x, ids, "ids")
+    require(ids.dtype != torch.bool, "ids", "be integers", ids.dtype)
     return _wide(x).masked_fill(ids == -100, -1e30).clamp(min=-1e30)  # -inf has NaN gradients
 
 
@@ -65,13 +66,13 @@ def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return beta * kl(teacher, m) + (1 - beta) * kl(student, m)
 
 
-def padded(rows: list[list[tuple[int, float]]], k: int) -> tuple[Tensor, Tensor]:
+def padded(rows: list[list[tuple[int, float]] | None], k: int) -> tuple[Tensor, Tensor]:
     """int64 ids and float32 log-probs ``[len(rows), k]``: each row's best, then -100 and -inf.
 
     >>> [x.tolist() for x in padded([[(4, -3.0), (9, -0.5)], []], 1)]
     [[[9], [-100]], [[-0.5], [-inf]]]
     """
-    known = [[(x, id) for id, x in row if x > -torch.inf] for row in rows]  # no NaN
+    known = [[(x, id) for id, x in row or () if x > -torch.inf] for row in rows]  # no NaN
     wrong = [id for row in known for _, id in row if id % 1]
     require(not wrong, "rows", "have pairs (id, log-prob)", f"ids {wrong[:2]}")
     top = [sorted(row + [(-torch.inf, -100)] * k, reverse=True)[:k] for row in known]

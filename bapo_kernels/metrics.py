@@ -32,9 +32,9 @@ def mean_metrics(
     counts add up. ``loss``, ``pg_loss`` and ``kl_loss`` add up too if the calls had the counts of
     the whole batch (``batch_num_tokens``, ``global_batch_size``), or with ``"token-sum"``;
     otherwise they are weighted with ``tokens``.
-    Bounds and shares are those of the decision if the calls have one in common, otherwise means
-    over tokens of their decisions. In the scope ``"step"`` the masses of the whole step are in
-    :attr:`ClipBoundSearch.metrics`: ``{**mean_metrics(outputs), **search.metrics}``.
+    Bounds and shares are means, too (a ratio of masses is infinite where one is): the decision's
+    where all calls have one. With the scopes ``"step"`` and ``"lagged"`` its shares are in
+    :attr:`ClipBoundSearch.metrics`: ``mean_metrics(outputs) | search.metrics``.
 
     Args:
         outputs: of at least one call on every rank, each an output or its ``metrics`` (without
@@ -60,6 +60,8 @@ def mean_metrics(
     """
     check_group("process_group", process_group)
     dp_size = count("dp_size", dp_size)
+    is_list = not isinstance(outputs, (BAPOOutput, Mapping))
+    require(is_list, "outputs", "be a list", type(outputs).__name__)
     calls = [
         {"loss": each.loss, **each.metrics} if isinstance(each, BAPOOutput) else dict(each)
         for each in outputs
@@ -68,8 +70,8 @@ def mean_metrics(
     names = [name for name in calls[0] if name != "loss_adds_up"]
     require("tokens" in names, "outputs", "have the metric 'tokens'", names)
     for each in calls:
-        same = each.keys() == calls[0].keys()
-        require(same, "outputs", f"all have the metrics {list(calls[0])}", list(each))
+        different = sorted(each.keys() ^ calls[0].keys())
+        require(not different, "outputs", "have the same metrics", f"{different} in some alone")
     of_means = "live_tokens" if "live_tokens" in names else "tokens"
     weights = dict.fromkeys(_LOSSES, "tokens")
     weights |= {"pg_clipfrac_pos": "tokens_pos", "pg_clipfrac_neg": "tokens_neg"}

@@ -103,7 +103,10 @@ def test_presets_can_be_overridden_and_nothing_is_ignored():
     [
         ("temprature", "temperature"),
         ("entropy_coeff", "entropy_coef"),
-        ("clip_ratio_low", "BAPOConfig.fixed(1 - epsilon, 1 + epsilon)"),
+        (
+            "clip_ratio_low",
+            "ratio_lower_max and ratio_upper_start, bounds of the ratio (BAPOConfig.fixed)",
+        ),
         ("delta", "clip_ratio_c"),
         ("importance_sampling_level", "ratio_level"),
         ("xyzzy", None),

@@ -5,7 +5,13 @@ import torch
 import torch.distributed as dist
 from accuracy import assert_rounded
 
-from bapo_kernels import BAPOConfig, ClipBoundSearch, bapo_loss_from_log_probs, mean_metrics
+from bapo_kernels import (
+    BAPOConfig,
+    ClipBoundSearch,
+    bapo_loss_from_log_probs,
+    mean_metrics,
+    reference,
+)
 
 
 def test_by_hand(backend, device):
@@ -14,9 +20,16 @@ def test_by_hand(backend, device):
     mask = torch.tensor([1, 1, 1, 1, 1, 0], device=device)
 
     def metrics(**options):
-        options = dict(backend=backend) | options
-        out = bapo_loss_from_log_probs(r.log(), torch.zeros_like(r), A, mask, **options)
-        return {name: value.item() for name, value in out.metrics.items()}
+        batch = r.log(), torch.zeros_like(r), A, mask
+        got, same = (
+            {name: value.item() for name, value in out.metrics.items()}
+            for out in (
+                bapo_loss_from_log_probs(*batch, backend=backend, **options),
+                reference.bapo_loss_from_log_probs(*batch, **options),
+            )
+        )
+        assert got == pytest.approx(same, rel=1e-6, abs=1e-6)
+        return got
 
     for statistics in ("all", "live"):
         got = metrics(bounds=(0.6, 1.2), statistics=statistics)
@@ -79,7 +92,8 @@ def test_means_are_those_of_one_call(statistics, given):
     assert got["pg_clipfrac_pos"] != got["pg_clipfrac_neg"]
     without = mean_metrics([out.metrics for out in parts], dp_size=3 if given else 1)
     assert without == {name: value for name, value in got.items() if name != "loss"}
-    assert mean_metrics(parts[:1])["loss"] == 0, "of padding alone"
+    padding = mean_metrics(parts[:1] * 2)
+    assert (padding["loss"], padding["bapo_clip_high"]) == (0, 1.25)
     sapo, _, _ = calls(2, config=BAPOConfig(surrogate="sapo"), statistics=statistics)
     assert mean_metrics(sapo)["bapo_clip_high"] == torch.inf
 
@@ -115,8 +129,10 @@ def test_outputs_that_do_not_belong_together():
         mean_metrics([])
     counted = calls(2, batch_num_tokens=tokens)[0][0]
     for bad in ([one, counted], [one, other.metrics]):
-        with pytest.raises(ValueError, match="outputs must all have the metrics"):
+        with pytest.raises(ValueError, match="outputs must have the same metrics, got .'loss"):
             mean_metrics(bad)
+    with pytest.raises(ValueError, match="outputs must be a list, got BAPOOutput"):
+        mean_metrics(one)
     with pytest.raises(ValueError, match="outputs must have the metric 'tokens'"):
         mean_metrics([{"pg_loss": one.loss}])
     with pytest.raises(ValueError, match="dp_size must be an integer >= 1"):

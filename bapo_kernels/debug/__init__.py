@@ -69,6 +69,7 @@ class InputSummary(NamedTuple):
         off = "on-policy"
         if self.difference is not None:
             off = f"mean |log_prob - old| {self.difference:.1g}"
+            off += " (0 in a first step)" if self.difference > alignment.NEAR else ""
         mask = f"{self.unmasked} of {self.tokens} tokens unmasked"
         signs = f"{self.positive} with A > 0, {self.negative} with A < 0"
         return f"{mask}, {off}, mean log_prob {self.log_prob:.3g}, {signs}"
@@ -120,9 +121,9 @@ def check_inputs(
     - ``old_log_probs`` whose mean distance from the log-probs of ``labels`` is above 0.2 nats, but
       falls below a quarter of that if labels or ``old_log_probs`` shift by one position or by up
       to four sequences of ``[B, S]``, at another temperature (0.5, 0.6, ..., 1.5), without the
-      scale and soft cap of ``config``, or with a soft cap of 30. From 0.02 nats on it is enough
-      that the latter three are 10 standard errors better. An older policy's are far off, too, but
-      no such change fits them. At least 8 tokens are compared, and at most 512.
+      scale and soft cap of ``config``, or with a soft cap of 30. Between 0.02 and 0.2 nats only the
+      latter three are tried, and must be 10 standard errors better. An older policy's are far off,
+      too, but no such change fits them. At least 8 tokens are compared, and at most 512.
 
     Returns:
         :class:`InputSummary`; ``print`` shows it as a line.
@@ -141,6 +142,7 @@ def check_inputs(
         ValueError: labels must be in [0, 4) or -100, got 4 at (1,)
     """
     for unknown in options.keys() - LossOptions.__optional_keys__:
+        require(unknown != "mask", "mask", "be called response_mask", "another name", TypeError)
         raise TypeError(f"check_inputs() got an unexpected keyword argument {unknown!r}")
     check_logits(logits, labels, vocab_group)
     labels = labels.long()

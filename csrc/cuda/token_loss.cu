@@ -1,6 +1,6 @@
 // Loss, metrics and gradients of tokens whose log-probs are known, in one launch. Sums are of
-// threads, warps, blocks and groups of blocks, each in a fixed order that depends on the number of
-// tokens alone: the same bits in every run.
+// threads, warps, blocks and all fourth blocks, each in a fixed order that depends on the number
+// of tokens alone: the same bits in every run.
 
 #include <algorithm>
 
@@ -14,8 +14,8 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kMostBlocks = 512;
-// The last block adds up the sums of the others in groups, a thread for each sum of a group.
-constexpr int kGroups = kThreads / kTokenLossSums;
+// The last block adds up the sums of the others, a lane for each sum.
+static_assert(kTokenLossSums <= kWarp);
 
 int blocks_of(int64_t count) {
     return (int)std::clamp<int64_t>((count + kThreads - 1) / kThreads, 1, kMostBlocks);
@@ -55,7 +55,7 @@ __device__ bool is_last_block(int32_t* ticket) {
 
 __global__ void __launch_bounds__(kThreads)
     token_loss_kernel(const __grid_constant__ TokenLossParams params, double* partials) {
-    __shared__ double groups[kGroups][kTokenLossSums];
+    __shared__ double warps[kWarps][kTokenLossSums];
     SumsOfTokens<int> sums{};
     const int64_t step = (int64_t)gridDim.x * kThreads;
     for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < params.count; i += step) {
@@ -64,21 +64,21 @@ __global__ void __launch_bounds__(kThreads)
     write_partial(sums, partials + (int64_t)blockIdx.x * kTokenLossSums);
     if (!is_last_block(params.ticket)) return;
 
-    const int group = threadIdx.x / kTokenLossSums, k = threadIdx.x % kTokenLossSums;
-    if (group < kGroups) {
+    const int warp = threadIdx.x / kWarp, k = threadIdx.x % kWarp;
+    if (k < kTokenLossSums) {
         double sum = 0.0;
-#pragma unroll 8
-        for (int block = group; block < (int)gridDim.x; block += kGroups) {
+#pragma unroll 16
+        for (int block = warp; block < (int)gridDim.x; block += kWarps) {
             sum += __ldcg(&partials[block * kTokenLossSums + k]);
         }
-        groups[group][k] = sum;
+        warps[warp][k] = sum;
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
     TokenLossSums total{};
     auto* const totals = reinterpret_cast<double*>(&total);
-    for (int each = 0; each < kGroups; ++each) {
-        for (int i = 0; i < kTokenLossSums; ++i) totals[i] += groups[each][i];
+    for (int each = 0; each < kWarps; ++each) {
+        for (int i = 0; i < kTokenLossSums; ++i) totals[i] += warps[each][i];
     }
     report(params, total);
     *params.ticket = 0;
