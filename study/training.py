@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bapo_kernels import ClipBounds, bapo_loss, log_probs
+from bapo_kernels import bapo_loss, log_probs
 from bapo_kernels.scopes import ClipBoundSearch
 
 from .arms import PAPER, Arm, Scenario
@@ -105,7 +105,9 @@ def losses(
         decision = {name: search.metrics[name].item() for name in METRICS if name in search.metrics}
         metrics |= {name: value for name, value in decision.items() if not math.isnan(value)}
         metrics |= place_on_grids(metrics, arm)
-        measured.append(metrics | clip_fractions(logp, part, advantages[rows], out.bounds))
+        for sign in ("positive", "negative"):
+            metrics[f"clipped_{sign}"] = out.metrics[f"pg_clipfrac_{sign[:3]}"].item()
+        measured.append(metrics)
         shares.append((part.mask.sum() / tokens).item())
         per_token[:, rows] = torch.stack([logp, out.entropy.detach()])
     if search.scope == "lagged":
@@ -132,21 +134,6 @@ def place_on_grids(metrics: dict[str, float], arm: Arm) -> dict[str, float]:
         "moved": float([lower, upper] != start),
         "interior": float(start[1] < upper < maximum[1]),
         "below_target": float(metrics["bapo_pos_share_start"] < TARGET),
-    }
-
-
-def clip_fractions(
-    logp: Tensor, walks: Walks, advantages: Tensor, bounds: ClipBounds
-) -> dict[str, float]:
-    """Shares of the tokens of positive and of negative advantage that have no gradient."""
-    ratio, A = (logp - walks.log_probs).exp(), advantages[:, None]
-    sides = {
-        "clipped_positive": (walks.mask & (A > 0), ratio > bounds.upper),
-        "clipped_negative": (walks.mask & (A < 0), ratio < bounds.lower),
-    }
-    return {
-        name: ((side & clipped).sum() / side.sum().clamp(min=1)).item()
-        for name, (side, clipped) in sides.items()
     }
 
 

@@ -637,9 +637,12 @@ def test_resumed_training(tmp_path, kind, options, why):
         assert third[f"bapo/{name}"] == same[f"bapo/{name}"]
 
 
-def test_evaluation(tmp_path):
+def test_evaluation(tmp_path, capsys):
     """Evaluation decides nothing, and leaves the decision of the training unchanged."""
     trainer = trained(Ours, tmp_path, search={}, bapo_scope="lagged")
+    grids = "c_low 0.6 to 0.9 in 15 steps, c_high 1.2 to 3 in 37 steps"
+    line = f"BAPO: scope lagged, target share 0.62, {grids}, head fused\n"
+    assert line in capsys.readouterr().out
     before, table = trainer.search.bounds, trainer.search.histogram.table.clone()
     trainer.decided.clear()
     assert math.isfinite(trainer.evaluate()["eval_loss"])
