@@ -66,12 +66,12 @@ def mean_metrics(
         {"loss": each.loss, **each.metrics} if isinstance(each, BAPOOutput) else dict(each)
         for each in outputs
     ]
-    require(bool(calls), "outputs", "have the output of a call", "none")
+    require(len(calls) > 0, "outputs", "have the output of a call", "none")
     names = [name for name in calls[0] if name != "loss_adds_up"]
     require("tokens" in names, "outputs", "have the metric 'tokens'", names)
     for each in calls:
         different = sorted(each.keys() ^ calls[0].keys())
-        require(not different, "outputs", "have the same metrics", f"{different} in some alone")
+        require(len(different) == 0, "outputs", "have the same metrics", f"{different} in some alone")
     of_means = "live_tokens" if "live_tokens" in names else "tokens"
     weights = dict.fromkeys(_LOSSES, "tokens")
     weights |= {"pg_clipfrac_pos": "tokens_pos", "pg_clipfrac_neg": "tokens_neg"}
