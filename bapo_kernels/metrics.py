@@ -71,7 +71,8 @@ def mean_metrics(
     require("tokens" in names, "outputs", "have the metric 'tokens'", names)
     for each in calls:
         different = sorted(each.keys() ^ calls[0].keys())
-        require(len(different) == 0, "outputs", "have the same metrics", f"{different} in some alone")
+        got = f"{different} in some alone"
+        require(len(different) == 0, "outputs", "have the same metrics", got)
     of_means = "live_tokens" if "live_tokens" in names else "tokens"
     weights = dict.fromkeys(_LOSSES, "tokens")
     weights |= {"pg_clipfrac_pos": "tokens_pos", "pg_clipfrac_neg": "tokens_neg"}
