@@ -71,7 +71,7 @@ def mean_metrics(
     require("tokens" in names, "outputs", "have the metric 'tokens'", names)
     for each in calls:
         different = sorted(each.keys() ^ calls[0].keys())
-        got = f"{different} in some alone"
+        got = f"{different} in some only"
         require(len(different) == 0, "outputs", "have the same metrics", got)
     of_means = "live_tokens" if "live_tokens" in names else "tokens"
     weights = dict.fromkeys(_LOSSES, "tokens")
@@ -86,11 +86,8 @@ def mean_metrics(
     weighted, weight, added, number = sums.unbind()
     means = torch.where(weight > 0, weighted / weight, added / number)
     adds_up = _COUNTS + (_LOSSES if "loss_adds_up" in calls[0] else ())
-    result = {
-        name: total if name in adds_up else mean
-        for name, total, mean in zip(names, added, means, strict=True)
-    }
-    return {
-        name: (value / dp_size if name in _LOSSES else value).float()
-        for name, value in result.items()
-    }
+    result = {}
+    for name, total, mean in zip(names, added, means, strict=True):
+        value = total if name in adds_up else mean
+        result[name] = (value / dp_size if name in _LOSSES else value).float()
+    return result

@@ -42,7 +42,7 @@ _ROWS = 64  # rows of logits checked at a time
 
 
 class InputSummary(NamedTuple):
-    """What :func:`check_inputs` found in order, in the numbers that show a mistake at a glance.
+    """What :func:`check_inputs` has seen, in numbers that show many a mistake at a glance.
 
     Attributes:
         tokens, unmasked: how many there are.
@@ -142,7 +142,8 @@ def check_inputs(
         ValueError: labels must be in [0, 4) or -100, got 4 at (1,)
     """
     for unknown in options.keys() - LossOptions.__optional_keys__:
-        require(unknown != "mask", "mask", "be called response_mask", "another name", TypeError)
+        got = type(options.get(unknown)).__name__
+        require(unknown != "mask", "mask", "be called response_mask", got, TypeError)
         raise TypeError(f"check_inputs() got an unexpected keyword argument {unknown!r}")
     check_logits(logits, labels, vocab_group)
     labels = labels.long()

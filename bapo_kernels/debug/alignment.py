@@ -21,7 +21,7 @@ from ..core.call import Sequences
 # Limits on the mean of |log_prob - old_log_prob|, in nats; a correct first step has 0. Below FAR a
 # correction must be SURE standard errors better, and only those that change all rows are tried.
 NEAR, FAR, SURE = 0.02, 0.2, 10
-INVERTED = 1.0  # a mask is, if this is exceeded where it is 1, and NEAR holds where it is 0
+INVERTED = 1.0  # a mask is inverted if the mean is above this where it is 1, and NEAR where it is 0
 BETTER = 4  # a mistake is reported if correcting it makes that mean this many times smaller
 SOFTCAP = 30.0  # Gemma's
 TEMPERATURES = tuple(t / 10 for t in range(5, 16))
@@ -60,13 +60,13 @@ class _Comparison:
     at: Tensor
     config: BAPOConfig
 
-    def distances(self, mistake: _Mistake) -> Tensor:
-        """``|log_prob - old_log_prob|`` with a mistake corrected; NaN where that is undefined."""
-        labels_at, old_at, sequences, temperature, transform = mistake
-        at, N, config, T = self.at, self.labels.numel(), self.config, self.temperatures
-        scale, softcap = transform or (config.logit_scale, config.final_logit_softcapping)
-        label_places, old_places = ((at + by).remainder(N) for by in (labels_at, old_at))
-        label = self.labels[label_places]
+    def log_probs(self, mistake: _Mistake) -> Tensor:
+        """Those of the labels, with a mistake corrected."""
+        at, config, T = self.at, self.config, self.temperatures
+        temperature = mistake.temperature
+        untouched = config.logit_scale, config.final_logit_softcapping
+        scale, softcap = mistake.transform or untouched
+        label = self.labels[(at + mistake.labels_at).remainder(self.labels.numel())]
         log_probs = [
             reference.log_probs(
                 self.rows[some],
@@ -78,8 +78,16 @@ class _Comparison:
             )[0]
             for some, chosen in zip(at.split(_ROWS), label.split(_ROWS), strict=True)
         ]
-        off = (torch.cat(log_probs) - self.old_log_probs[old_places]).abs()
-        V = self.rows.shape[-1]
+        return torch.cat(log_probs)
+
+    def distances(self, mistake: _Mistake, log_probs: Tensor | None = None) -> Tensor:
+        """``|log_prob - old_log_prob|`` with a mistake corrected; NaN where that is undefined."""
+        at, (V, N) = self.at, (self.rows.shape[-1], self.labels.numel())
+        labels_at, old_at, sequences, *_ = mistake
+        label_places, old_places = ((at + by).remainder(N) for by in (labels_at, old_at))
+        label = self.labels[label_places]
+        log_probs = self.log_probs(mistake) if log_probs is None else log_probs
+        off = (log_probs - self.old_log_probs[old_places]).abs()
         defined = self.unmasked[old_places] & (label >= 0) & (label < V) & off.isfinite()
         for places, by in ((label_places, labels_at), (old_places, old_at)):
             inside = (places == at + by) & (self.sequence[places] == self.sequence[at])
@@ -109,15 +117,13 @@ def check_alignment(
     sequence = Sequences(length, cu_seqlens).sequence_ids(N).to(labels.device)
     unmasked = unmasked.reshape(N)
     at, rows, labels = _some(unmasked), logits.reshape(N, V), labels.reshape(N)
-    zeros = torch.zeros_like(labels, dtype=torch.float32)
-    tokens = rows, labels, zeros, temperatures, unmasked, sequence, at, config
-    comparison = _Comparison(*tokens)
-    log_prob = -float(comparison.distances(_Mistake()).nanmean())  # the distance from 0
+    old = rows.new_zeros(N) if old_log_probs is None else old_log_probs.reshape(N)
+    comparison = _Comparison(rows, labels, old, temperatures, unmasked, sequence, at, config)
+    log_probs = comparison.log_probs(_Mistake())
+    log_prob = float(log_probs[log_probs.isfinite()].mean())
     if old_log_probs is None:
         return log_prob, None
-    old = old_log_probs.reshape(N)
-    comparison = replace(comparison, old_log_probs=old)
-    given = comparison.distances(_Mistake())
+    given = comparison.distances(_Mistake(), log_probs)
     off = float(given.nanmean())
     if at.numel() < _FEWEST or not off > NEAR:
         return log_prob, off

@@ -16,6 +16,7 @@ from ..checks import check_group
 from ..config import RATIO_EPS, BAPOConfig, TargetKind
 from ..core.arguments.single import check_search, config_or_default
 from ..core.arguments.together import token_arguments
+from ..core.call import bounds_tensor
 from ..output import ClipBounds
 from .tokens import behaviour_log_probs, per_token, ratios, unmasked_tokens
 
@@ -183,7 +184,7 @@ def search_metrics(
 
 def differ(bounds: ClipBounds, config: BAPOConfig) -> Tensor:
     """Where bounds, which are float32, are not the starting bounds."""
-    lower, upper = torch.tensor(config.options.start(), dtype=torch.float32, device="cpu")
+    lower, upper = bounds_tensor(config.options.start(), bounds.lower)
     different: Tensor = (bounds.lower != lower) | (bounds.upper != upper)
     return different
 
