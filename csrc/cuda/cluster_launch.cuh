@@ -39,7 +39,8 @@ inline cudaError_t max_active_clusters(const cudaLaunchConfig_t& config, const O
     // The most there may be, so that threads with other plans do not reduce it.
     const std::pair<cudaFuncAttribute, int> wanted[] = {
         {cudaFuncAttributeMaxDynamicSharedMemorySize,
-         device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)},
+         device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) -
+             (int)attributes.sharedSizeBytes},
         {cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared},
         {cudaFuncAttributeNonPortableClusterSizeAllowed, cluster > kPortableCluster},
     };

@@ -10,15 +10,21 @@ namespace {
 
 using namespace bapo;
 
-int64_t current_stream = 0;
+constexpr int32_t kOfTensors = -1;  // the index of the device of CPU tensors
 AOTITorchError stream_status = 0;
 
-void device(int64_t major, int64_t bytes_per_multiprocessor, int64_t clusters,
-            int64_t ptx_version) {
-    emulated::device = {(int)major, (int)bytes_per_multiprocessor,
-                        (int)bytes_per_multiprocessor - 1024, (int)clusters, (int)ptx_version};
+void device(int64_t major, int64_t bytes_per_multiprocessor, int64_t clusters, int64_t ptx_version,
+            int64_t reserved) {
+    emulated::device = {(int)major,
+                        (int)bytes_per_multiprocessor,
+                        (int)bytes_per_multiprocessor - 1024,
+                        (int)clusters,
+                        (int)ptx_version,
+                        (int)reserved};
     emulated::launches = {};
+    emulated::index_of_tensors = 0;
     emulated::allowed.clear();
+    emulated::reason.clear();
     emulated::failure = {};
     cuda::clear_occupancy_cache();
 }
@@ -27,9 +33,10 @@ void fail_launch(int64_t error, int64_t after) {
     emulated::failure = {(cudaError_t)error, (int)after};
 }
 
-// Sets the stream that torch reports, and the status of that call.
-void stream(int64_t handle, int64_t status) {
-    current_stream = handle;
+// Sets the device that has the tensors, its stream that torch reports, and the status of that call.
+void stream(int64_t handle, int64_t status, int64_t device) {
+    emulated::stream = reinterpret_cast<void*>(handle);
+    emulated::index_of_tensors = (int)device;
     stream_status = (AOTITorchError)status;
     emulated::launches = {};
 }
@@ -38,34 +45,33 @@ void stream(int64_t handle, int64_t status) {
 int64_t last_cluster() { return emulated::launches.cluster; }
 // Of float32 rows; 0: no cluster holds them.
 int64_t planned_cluster(int64_t vocab) {
+    const torch::stable::accelerator::DeviceGuard guard(kOfTensors);
     LogitRows rows{};
     rows.dtype = DType::kFloat32;
     rows.vocab = vocab;
     return cuda::planned_cluster(rows);
 }
-// Whether there were launches, all of them on this stream.
-bool launched_on(int64_t handle) {
-    const emulated::Launches& launches = emulated::launches;
-    return launches.count > 0 && launches.on_one_stream &&
-           launches.stream == reinterpret_cast<void*>(handle);
-}
-
 // Launches and memsets since the device or the stream was set.
 int64_t launches() { return emulated::launches.count; }
 
 }  // namespace
 
-// Instead of torch's functions: there is a stream, but no device to guard.
+// Instead of torch's functions.
 extern "C" {
-AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
-    if (stream_status == 0) *stream = reinterpret_cast<void*>(current_stream);
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
+    if (device != kOfTensors) return 1;  // the stream of another device
+    if (stream_status == 0) *stream = emulated::stream;
     return stream_status;
 }
-AOTITorchError aoti_torch_create_device_guard(int32_t, DeviceGuardHandle* guard) {
+AOTITorchError aoti_torch_create_device_guard(int32_t device, DeviceGuardHandle* guard) {
     *guard = nullptr;
+    emulated::current = device == kOfTensors ? emulated::index_of_tensors : device;
     return 0;
 }
-AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
+AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) {
+    emulated::current = emulated::kNoDevice;
+    return 0;
+}
 
 // The address and the elements of float64 memory that an operator allocates.
 __attribute__((visibility("default"))) void (*allocated)(void* address, int64_t count) = nullptr;
@@ -96,5 +102,4 @@ STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CompositeExplicitAutograd, 
     m.impl("last_cluster", TORCH_BOX(&last_cluster));
     m.impl("planned_cluster", TORCH_BOX(&planned_cluster));
     m.impl("launches", TORCH_BOX(&launches));
-    m.impl("launched_on", TORCH_BOX(&launched_on));
 }

@@ -15,6 +15,7 @@ NAMESPACE = "bapo_kernels_cuda_on_host"
 EXECUTE = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p)
 )
+STATIC_BYTES = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int)
 ALLOCATED = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
@@ -42,7 +43,11 @@ class Library:
         torch.ops.load_library(str(built))
         self.operators = getattr(torch.ops, NAMESPACE)
         self.runtime = ctypes.CDLL(str(built))
-        self.called = {"execute": EXECUTE(self.execute), "allocated": ALLOCATED(self.allocated)}
+        self.called = {
+            "execute": EXECUTE(self.execute),
+            "static_bytes": STATIC_BYTES(lambda *kernel: self.kernel(*kernel).shared_bytes),
+            "allocated": ALLOCATED(self.allocated),
+        }
         for name, function in self.called.items():
             address = ctypes.cast(function, ctypes.c_void_p).value
             ctypes.c_void_p.in_dll(self.runtime, name).value = address
@@ -50,12 +55,12 @@ class Library:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         operator = getattr(self.operators, name)
 
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **options: int) -> Any:
             given = [each if isinstance(each, list | tuple) else [each] for each in arguments]
             self.tensors = [x for xs in given for x in xs if isinstance(x, torch.Tensor)]
             self.failure = None
             try:
-                return operator(*arguments)
+                return operator(*arguments, **options)
             except RuntimeError as error:
                 raise self.failure or error from None
 
@@ -67,11 +72,15 @@ class Library:
         memory = (ctypes.c_float * (2 * count)).from_address(address)  # whose parts may be int32
         self.tensors.append(executor.poison(torch.frombuffer(memory, dtype=torch.float32)))
 
+    def kernel(self, name: bytes, major: int) -> Any:
+        """As a device of this compute capability executes it."""
+        modules = self.ptx[name.decode()]
+        newest = max((each for each in modules if each <= 10 * major), default=min(modules))
+        return executor.load(modules[newest], name.decode())
+
     def execute(self, name: bytes, launch: Any, arguments: Any) -> int:
         try:
-            modules, major = self.ptx[name.decode()], launch[6]
-            newest = max((each for each in modules if each <= 10 * major), default=min(modules))
-            kernel = executor.load(modules[newest], name.decode())
+            kernel = self.kernel(name, launch[6])
             sizes = [size for _, size in kernel.parameters]
             relied = executor.launch(
                 kernel,
@@ -93,7 +102,7 @@ class Library:
 
 
 class Counted:
-    """The operators of a library, and the most launches of each, all on the current stream."""
+    """The operators of a library, and the most launches of each."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
@@ -101,9 +110,9 @@ class Counted:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def run(*arguments: Any) -> None:
-            self.library.stream(7, 0)
+            self.library.stream(7)
             getattr(self.library, name)(*arguments)
-            assert self.library.launched_on(7)
+            assert self.library.launches() > 0
             self.most[name] = max(self.most.get(name, 0), self.library.launches())
 
         return run

@@ -1,10 +1,12 @@
-// A GPU that is not there: what the functions of runtime.cpp say of it, and what they are asked
+// GPUs that are not there: what the functions of runtime.cpp say of them, and what they are asked
 // for.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <map>
+#include <string>
+#include <utility>
 
 namespace emulated {
 
@@ -14,27 +16,29 @@ struct Device {
     int bytes_per_block = 227 << 10;
     int clusters = 3;  // that are active at once
     int ptx_version = 90;
+    int reserved = 0;  // bytes of static shared memory, besides a kernel's own
 };
-inline Device device;
+inline Device device;  // each of them
 
-// What a launch of a kernel may ask for, by the attributes of the kernel.
+// The device that has the tensors, and the current one, which torch's guard sets.
+constexpr int kNoDevice = 7;
+inline int index_of_tensors = 0, current = kNoDevice;
+inline void* stream = nullptr;  // torch's current one there
+
+// What a launch of a kernel on a device may ask for, by the attributes of the kernel.
 struct Allowed {
-    int bytes = 48 << 10;  // of dynamic shared memory
-    int cluster = 8;       // blocks in a cluster
+    int bytes = -1;   // of dynamic shared memory; -1: as much as leaves 48 KB with the static one
+    int cluster = 8;  // blocks in a cluster
 };
-inline std::map<const void*, Allowed> allowed;
+inline std::map<std::pair<int, const void*>, Allowed> allowed;
+
+// Why the last call was refused, which cudaGetErrorString returns.
+inline std::string reason;
 
 // The launches since these values were last reset.
 struct Launches {
     unsigned count = 0;
-    unsigned cluster = 0;    // blocks in a cluster of the last launch that asked for them
-    void* stream = nullptr;  // of the last launch
-    bool on_one_stream = true;
-
-    void add(void* on) {
-        if (count++ && stream != on) on_one_stream = false;
-        stream = on;
-    }
+    unsigned cluster = 0;  // blocks in a cluster of the last launch that asked for them
 };
 inline Launches launches;
 
