@@ -17,6 +17,7 @@ from accuracy import assert_rounded, assert_sums
 from cuda_on_host.build import NVCC
 from cuda_on_host.emulated import CALLERS, DEVICES, EVERYWHERE, SEEDS
 from cuda_on_host.library import Counted
+from far_apart import rows_far_apart
 from helpers import (
     check_against_reference,
     exhaustive_unless,
@@ -238,6 +239,13 @@ def test_any_schedule(on_host, library, rows, dtype):
 @pytest.mark.parametrize("V", [1, 7, 4_099, 10_007])
 def test_against_reference(on_host, dtype, V):
     check_against_reference(make_case((2, 6), V, dtype, staleness=0.4), "cpu")
+
+
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+@pytest.mark.parametrize("V", [257, 10_007])
+def test_operands_beyond_32_bits(on_host, library, V):
+    with rows_far_apart(lambda backend: library):
+        check_against_reference(make_case((2, 3), V, torch.bfloat16, staleness=0.4), "cpu")
 
 
 @pytest.mark.parametrize("on_host", ["A100"], indirect=True)

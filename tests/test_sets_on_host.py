@@ -8,6 +8,7 @@ import torch
 from cuda_on_host.build import NVCC
 from cuda_on_host.emulated import DEVICES, SEEDS
 from cuda_on_host.library import Counted
+from far_apart import check_far_apart
 from helpers import exhaustive_unless, needs_native, per_token
 from launches import LAUNCHES
 from test_linear import CONFIGS, build, check, problem, staleness_of
@@ -65,3 +66,7 @@ def test_losses_with_sampling_masks(on_host, library, dtype, name):
     kl = dict(ref_log_probs=per_token()) if config.kl_loss_coef else {}
     case_of(True, dtype=dtype, config=config, **kl)[1]("cpu")
     check(*problem(dtype, "cpu", config, staleness_of(dtype), sets=True), "cpu")
+
+
+def test_operands_beyond_32_bits(on_host, library):
+    check_far_apart(library, blocks_of_front=1)

@@ -4,6 +4,7 @@ import pytest
 import set_operators as cases
 import torch
 from accuracy import assert_sums
+from far_apart import FRONT, check_far_apart
 from helpers import DEVICES, INTERPRETED, KERNELS, PTX
 from operands import call
 from set_operators import Sets, check_dhidden, check_move, check_multiply, left, rand
@@ -47,6 +48,11 @@ class OnDevice:
 
 def memory_of(x):
     return x if x._base is None else x._base
+
+
+@pytest.mark.skipif(not PTX, reason="the interpreter reads all memory, and a GPU has less")
+def test_operands_beyond_32_bits():
+    check_far_apart(OnDevice(), blocks_of_front=FRONT)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ Tensors are CPU tensors; of each its storage may be accessed, and nothing else.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import struct
 import subprocess
@@ -25,6 +26,13 @@ from . import parser
 HERE = Path(__file__).parent
 # Bytes of memory that nobody has written, by address modulo 8: NaN in every format.
 POISON = np.array([0xAD, 0x7F, 0xA5, 0xFF, 0xBE, 0x7F, 0xF5, 0xFF] * 2, dtype=np.uint8)
+
+
+# For operands with more than 2**31 elements: the parts that may be accessed of storages that are too
+# large for a shadow, and the blocks of a grid that run, by their number; ``None``: all.
+LARGE = 1 << 30
+windows: list[torch.Tensor] = []
+blocks: Callable[[int], Sequence[int]] | None = None
 
 
 class ExecutionError(Exception):
@@ -132,11 +140,14 @@ def launch(
             storage = tensor.untyped_storage()
             key = storage.data_ptr(), storage.nbytes()
             granules[key] = min(tensor.element_size(), granules.get(key, 8))
+    granules = {key: granule for key, granule in granules.items() if key[1] < LARGE}
+    granules |= {(each.data_ptr(), each.nbytes): each.element_size() for each in windows}
+    chosen = range(math.prod(grid)) if blocks is None else blocks(math.prod(grid))
     ranges = [(*key, granule) for key, granule in granules.items()]
     message = ctypes.create_string_buffer(400)
-    read = [*kernel.arrays, np.array(ranges), np.frombuffer(parameters, np.uint8)]
+    read = [*kernel.arrays, np.array(ranges), np.array(chosen), np.frombuffer(parameters, np.uint8)]
     request = [array.ctypes.data for array in (*read, POISON)] + [ctypes.addressof(message)]
-    request += [len(kernel.initial), len(ranges), kernel.parameter_bytes, *grid]
+    request += [len(kernel.initial), len(ranges), len(chosen), kernel.parameter_bytes, *grid]
     request += [threads, cluster, kernel.shared_bytes + shared_bytes]
     request += [seed, error_seed, most_instructions, races, poisons]
     answer = np.array([*request, 0, 0, 0, 0, 0, 0])

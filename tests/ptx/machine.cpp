@@ -8,11 +8,12 @@ namespace ptx {
 // As executor.launch fills it; of ranges there are begin, bytes and granule of each.
 struct Launch {
     const Instruction* code;
-    const int64_t *initial, *ranges;
+    const int64_t *initial, *ranges, *blocks;
     uint8_t* parameters;
     const uint8_t* poison;
     char* message;
-    int64_t registers, range_count, parameter_bytes, grid[3], threads, cluster, shared_bytes;
+    int64_t registers, range_count, block_count, parameter_bytes, grid[3], threads, cluster,
+        shared_bytes;
     int64_t seed, error_seed, most_instructions, finds_races, poisons;
     int64_t executed, at, warp;  // instructions of threads so far, and where
     Relied relied;
@@ -43,7 +44,7 @@ class Grid {
 
     void run() {
         const auto size = uint32_t(launch_.cluster);
-        const auto blocks = uint32_t(launch_.grid[0] * launch_.grid[1] * launch_.grid[2]);
+        const auto blocks = uint32_t(launch_.block_count);
         std::vector<uint32_t> order(blocks / size);
         for (uint32_t i = 0; i < order.size(); ++i) order[i] = i;
         if (launch_.seed) std::shuffle(order.begin(), order.end(), memory_.random);
@@ -97,7 +98,8 @@ class Grid {
 
     void start(Block& block, uint32_t index) {
         const auto x = uint32_t(launch_.grid[0]), y = uint32_t(launch_.grid[1]);
-        block.index[0] = index % x, block.index[1] = index / x % y, block.index[2] = index / x / y;
+        const auto place = uint32_t(launch_.blocks[index]);
+        block.index[0] = place % x, block.index[1] = place / x % y, block.index[2] = place / x / y;
         const auto bytes = size_t(launch_.shared_bytes);
         block.bytes.resize(bytes);
         for (size_t i = 0; i < bytes; ++i) block.bytes[i] = launch_.poison[i % 8];
