@@ -200,6 +200,22 @@ def test_layouts_give_the_same_bits(backend, device, dtype, layout, V):
     assert_same_bits(Result(out, torch.autograd.grad(out.loss, x)), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_addresses_and_columns_after_aligned_rows(backend, device, dtype):
+    """Of rows of 16 KB, whose aligned loads must not be made of others."""
+    V = 16_384 // dtype.itemsize
+    x = torch.randn(3, V, device=device).to(dtype)
+    labels = torch.tensor([0, 5, V - 5], device=device)
+    expected = log_probs(x, labels, backend=backend)
+    elsewhere = x.new_empty(3 * V + 1)[1:].view(3, V).copy_(x)
+    for got, wanted in zip(log_probs(elsewhere, labels, backend=backend), expected, strict=True):
+        assert torch.equal(got, wanted), "one element further in memory"
+    got = log_probs(x[:, :-3], labels, backend=backend)[0]
+    truth = x[:, :-3].double().log_softmax(1).gather(1, labels[:, None])[:, 0]
+    error = (got - truth).abs().max().item()
+    assert error < 1e-5, f"without the last three columns off by {error:.1e}"
+
+
 def test_expanded_logits(backend, device):
     labels = torch.randint(0, 50, (2, 3), device=device)
     x = torch.randn(1, 1, 50, device=device).expand(2, 3, 50)

@@ -4,7 +4,9 @@ Needs compiled kernels without a GPU (tests/ptx): there the driver is a stand-in
 """
 
 import ctypes
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +18,11 @@ from bapo_kernels import bapo_loss, log_probs, warm_up
 pytestmark = pytest.mark.skipif(not PTX, reason="needs the stand-in for the driver (TRITON_PTX)")
 if PTX:
     import triton.language as tl
+    from ptx.absent_gpu import current
     from ptx.backend import LIBCUDA, kernels
+    from triton.runtime import driver as of_triton
 
+    from bapo_kernels.backends import triton as package
     from bapo_kernels.backends.triton.kernel import Kernel
 
 
@@ -36,13 +41,13 @@ def fill():
     """A launch of a kernel that nobody has loaded yet; returns what it has written."""
 
     def fill_kernel(x, value: tl.float32, SIZE: tl.constexpr):
-        tl.store(x + tl.arange(0, SIZE), value)
+        tl.store(x + SIZE * tl.program_id(0) + tl.arange(0, SIZE), value)
 
     kernel = Kernel(fill_kernel)
 
-    def launch(value):
-        x = torch.zeros(32)
-        kernel[(1,)](x, value, 32, num_warps=1)
+    def launch(value, programs=1):
+        x = torch.zeros(programs, 32)
+        kernel[(programs,)](x, value, 32, num_warps=1)
         return x.unique().tolist()
 
     return launch
@@ -72,6 +77,40 @@ def test_other_threads_wait_for_a_load(driver, fill):
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(fill, (0.0, 1.0, 2.0, 3.0))) == [[0.0], [1.0], [2.0], [3.0]]
     assert driver.loads.value == 1
+
+
+def test_threads_have_their_own_grids_and_streams(monkeypatch, fill):
+    """Both ask for their streams before the first of them launches."""
+    asked, ask = threading.Barrier(2, timeout=60), of_triton.active.get_current_stream
+    assert fill(1.0) == [1.0]
+    both = lambda gpu: (ask(gpu), asked.wait())[0]  # noqa: E731
+    monkeypatch.setattr(of_triton.active, "get_current_stream", both)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(fill, (2.0, 3.0), (5, 3))) == [[2.0], [3.0]]
+
+
+def test_each_gpu_has_its_own_modules(monkeypatch, none_loaded):
+    """And a launch is on that of its tensors, whichever is the current one."""
+
+    class OfGpu2(torch.Tensor):
+        device = torch.device("cuda", 2)  # for which no other test compiles
+
+    class OfGpu3(torch.Tensor):
+        device = torch.device("cuda", 3)
+
+    @contextmanager
+    def on(device):
+        with monkeypatch.context() as patch:
+            patch.setitem(vars(current), "gpu", device.index)
+            yield
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current.gpu)
+    for kind, other in ((OfGpu2, 3), (OfGpu3, 0), (OfGpu2, 2)):
+        with on(torch.device("cuda", other)):
+            x = torch.ones(1, 2, 8).as_subclass(kind)
+            package._launch("scale_", x, torch.tensor(2.0))
+            assert x.tolist() == [[[2.0] * 8] * 2]
 
 
 def test_products_and_sums_are_fused(monkeypatch, none_loaded):

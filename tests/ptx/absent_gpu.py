@@ -9,7 +9,9 @@ import ctypes
 import os
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 # What Triton calls. The device has two multiprocessors.
 _LIBCUDA = """
@@ -38,20 +40,29 @@ int cuModuleLoadData(void) {
     return load_error;
 }
 int cuGetErrorString(int error, const char **text) { *text = "an error"; return 0; }
-int (*launched)(const unsigned *config, void **parameters);
+int (*launched)(const unsigned *config, void *function, void **parameters);
 int cuLaunchKernelEx(const unsigned *config, void *function, void **parameters) {
-    return launched ? launched(config, parameters) : 0;
+    return launched ? launched(config, function, parameters) : 0;
 }
 """
+
+
+class Current(threading.local):
+    """The GPU of each thread, and its stream there, until the thread has others."""
+
+    gpu, stream = 0, 0x77  # not the legacy stream
+
+
+current = Current()
 
 
 def absent_gpu(capability: int = 90) -> ctypes.CDLL:
     """Lets Triton launch on CPU tensors, for a GPU of which only the driver library is there.
 
     Nothing runs, so that results hold anything; or what ``launched`` of the library points to,
-    which takes the configuration of the launch and the addresses of the parameters. The library
-    also counts ``loads`` of modules, each of which takes ``load_milliseconds`` and returns
-    ``load_error``.
+    which takes the configuration of the launch, the index of the GPU that has the module, and the
+    addresses of the parameters. The library also counts ``loads`` of modules, each of which takes
+    ``load_milliseconds`` and returns ``load_error``.
     """
     import triton  # not before the test session has decided whether it interprets kernels
     from triton.backends.compiler import GPUTarget
@@ -60,8 +71,14 @@ def absent_gpu(capability: int = 90) -> ctypes.CDLL:
     class AbsentGPU(CudaDriver):
         def __init__(self) -> None:
             super().__init__()
-            self.get_current_device = lambda: 0
-            self.get_current_stream = lambda device: 0
+            self.get_current_device = lambda: current.gpu
+            self.get_current_stream = lambda gpu: current.stream + gpu  # each has its own
+            self.load, self.utils.load_binary = self.utils.load_binary, self.load_onto
+
+        def load_onto(self, *given: Any) -> tuple[Any, ...]:
+            """Of what is loaded onto a GPU, the last argument, its index takes the place."""
+            module, _, *facts = self.load(*given)
+            return module, given[-1], *facts
 
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", capability, 32)

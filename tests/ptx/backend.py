@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import os
 import pkgutil
 import random
@@ -38,7 +39,7 @@ import bapo_kernels  # noqa: F401
 triton.knobs.runtime.interpret = False
 
 from . import executor  # noqa: E402
-from .absent_gpu import absent_gpu  # noqa: E402
+from .absent_gpu import Current, absent_gpu, current  # noqa: E402
 
 CAPABILITIES = [int(each) for each in os.environ["TRITON_PTX"].split()]
 ERRORS = int(os.environ.get("PTX_ERRORS", "0"))
@@ -64,7 +65,8 @@ class Executed(NamedTuple):
 
 
 LAUNCHED = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p)
+    *(ctypes.c_int, ctypes.POINTER(ctypes.c_uint), ctypes.c_size_t),
+    ctypes.POINTER(ctypes.c_void_p),
 )
 
 
@@ -74,6 +76,7 @@ class Launches:
     def __init__(self) -> None:
         self.schedules = random.Random(int(os.environ.get("PTX_SEED", "1")))
         self.strict = True
+        self.streams = itertools.count(0x77, 16)
         self.executed: list[Executed] = []
         self.current = threading.local()
         self.launch, self.launched = Kernel.run, LAUNCHED(self.execute)
@@ -81,7 +84,8 @@ class Launches:
         ctypes.c_void_p.in_dll(LIBCUDA, "launched").value = address
 
     def run(self, compiled: Any, grid: tuple[int, int, int], values: tuple[Any, ...]) -> None:
-        """As Kernel.run; raises what was wrong."""
+        """As Kernel.run, on a stream that no other launch has; raises what was wrong."""
+        current.stream = next(self.streams)
         self.current.compiled, self.current.values, self.current.failure = compiled, values, None
         self.launch(compiled, grid, values)
         failure = self.current.failure
@@ -89,11 +93,17 @@ class Launches:
         if failure is not None:
             raise failure
 
-    def execute(self, config: Any, parameters: Any) -> int:
+    def execute(self, config: Any, loaded_on: int, parameters: Any) -> int:
         """Called by the driver library; ``config`` is a CUlaunchConfig."""
         try:
             compiled, values = self.current.compiled, self.current.values
             kernel = executor.load(compiled.asm["ptx"])
+            gpu, of = current.gpu, values[0].device.index  # None: a tensor that is not of a GPU
+            place = config[8] | config[9] << 32, loaded_on, gpu if of is None else of
+            if place != (current.stream + gpu, gpu, gpu):
+                told = "{} on stream {:#x}, of a module on GPU {}, with tensors on GPU {}"
+                there = f"the current stream is {current.stream + gpu:#x}, of GPU {gpu}"
+                raise executor.ExecutionError(f"{told.format(kernel.name, *place)}: {there}")
             sizes = [size for _, size in kernel.parameters]
             packed = [ctypes.string_at(parameters[i], size) for i, size in enumerate(sizes)]
             executor.launch(
@@ -150,7 +160,7 @@ def compiled_for(capability: int) -> list[dict[Any, Any]]:
 def use(capability: int) -> None:
     """Compiles and launches for this GPU; to Triton each is a device of its own."""
     driver = triton.runtime.driver.active
-    driver.get_current_device = lambda: CAPABILITIES.index(capability)
+    Current.gpu = CAPABILITIES.index(capability)
     driver.get_current_target = lambda: GPUTarget("cuda", capability, 32)
     for kernel, compiled in zip(kernels(), compiled_for(capability), strict=True):
         kernel.compiled = compiled
