@@ -7,6 +7,7 @@ import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -45,8 +46,8 @@ def fill():
 
     kernel = Kernel(fill_kernel)
 
-    def launch(value, programs=1):
-        x = torch.zeros(programs, 32)
+    def launch(value, programs=1, kind=torch.Tensor):
+        x = torch.zeros(programs, 32).as_subclass(kind)
         kernel[(programs,)](x, value, 32, num_warps=1)
         return x.unique().tolist()
 
@@ -89,14 +90,8 @@ def test_threads_have_their_own_grids_and_streams(monkeypatch, fill):
         assert list(pool.map(fill, (2.0, 3.0), (5, 3))) == [[2.0], [3.0]]
 
 
-def test_each_gpu_has_its_own_modules(monkeypatch, none_loaded):
+def test_each_gpu_has_its_own_modules(monkeypatch, fill):
     """And a launch is on that of its tensors, whichever is the current one."""
-
-    class OfGpu2(torch.Tensor):
-        device = torch.device("cuda", 2)  # for which no other test compiles
-
-    class OfGpu3(torch.Tensor):
-        device = torch.device("cuda", 3)
 
     @contextmanager
     def on(device):
@@ -106,11 +101,12 @@ def test_each_gpu_has_its_own_modules(monkeypatch, none_loaded):
 
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current.gpu)
-    for kind, other in ((OfGpu2, 3), (OfGpu3, 0), (OfGpu2, 2)):
-        with on(torch.device("cuda", other)):
-            x = torch.ones(1, 2, 8).as_subclass(kind)
-            package._launch("scale_", x, torch.tensor(2.0))
-            assert x.tolist() == [[[2.0] * 8] * 2]
+    monkeypatch.setitem(package._operators(), "fill", lambda x: fill(2.0, kind=type(x)))
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    kinds = [type("OfGpu", (torch.Tensor,), dict(device=gpu)) for gpu in gpus]
+    for gpu, kind in product(gpus, kinds):
+        with on(gpu):
+            package._launch("fill", torch.zeros(1).as_subclass(kind))
 
 
 def test_products_and_sums_are_fused(monkeypatch, none_loaded):
