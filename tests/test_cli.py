@@ -304,7 +304,7 @@ def test_all_sizes_of_clusters_have_cases():
     """On a GPU, for every kind of kernel that reads rows."""
     cases = {(task.case, task.dtype) for task in validate.tasks("cuda", "cuda")}
     sizes = [f"V = {V:,}" for V in (10_000, 30_000, 60_000, 151_936)]
-    kinds = "", "inplace, ", "log_probs, ", "sets, "
+    kinds = "", "inplace, ", "log_probs, ", "sets, ", "side stream, "
     assert {(k + V, dtype) for k in kinds for V in sizes for dtype in validate.DTYPES} < cases
 
 

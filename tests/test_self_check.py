@@ -5,7 +5,10 @@ The CPU kernels stand for those of a GPU; test_cuda_on_host.py has it check the 
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bapo_kernels import backends, checks, warm_up, warmup
 from bapo_kernels.backends import native, self_check, triton
+from bapo_kernels.tools import validate
 
 pytestmark = needs_native
 GPU_TENSOR = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
@@ -50,7 +54,9 @@ def new_process():
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     gpu, of_cuda = Gpu(), dict(is_initialized=True, is_current_stream_capturing=False)
+    of_cuda |= dict(Stream=Mock(), current_stream=Mock(), stream=nullcontext(), _sleep=None)
     returned = {
+        self_check: dict(_has_streams=True),
         native: dict(why_no_cuda=None, why_no_kernels=None, cuda_of_driver=13_020),
         triton: dict(why_not=None),
         torch.cuda: of_cuda | dict(get_sync_debug_mode=0, get_device_properties="an H100"),
@@ -143,6 +149,44 @@ def test_a_wrong_kernel_is_named_and_triton_takes_over(gpu, operator, at, dtype,
         chosen = [gpu.chosen("cuda"), gpu.chosen(), gpu.chosen("cuda")]
     assert (chosen, gpu.checks, len(warned)) == (["cuda", "triton", "cuda"], 1, 1)
     assert not list(tmp_path.iterdir())
+
+
+class Early:
+    """A call on another stream than the current one: it is made while that sleeps."""
+
+    def __init__(self, call):
+        self.call, self.made = call, []
+
+    def __call__(self, *arguments, **options):
+        self.again = partial(self.call, *arguments, **options)
+        return self.made.pop() if self.made else self.again()
+
+    def sleep(self, cycles):
+        self.made = [self.again()]
+
+
+@pytest.mark.parametrize(
+    "operator",
+    ["prepare", "row_statistics", "row_gradient", "row_pass", "row_pass_", "search", "token_loss"],
+)
+def test_a_kernel_on_another_stream_is_named(gpu, monkeypatch, operator):
+    gpu.wrong = {operator: (early := Early(getattr(torch.ops.bapo_kernels, operator)))}
+    monkeypatch.setattr(torch.cuda, "_sleep", early.sleep)
+    what = "600 tokens" if operator == "search" else "rows of 257 columns"
+    with pytest.warns(RuntimeWarning, match=f"{operator} of {what} in a side stream is off"):
+        assert gpu.chosen() == "triton"
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_validate_calls_in_a_side_stream(gpu, monkeypatch, is_early):
+    """Where the kernels run on another one, no result is right."""
+    early = Early(validate.bapo_loss)
+    if is_early:
+        monkeypatch.setattr(validate, "bapo_loss", early)
+        monkeypatch.setattr(torch.cuda, "_sleep", early.sleep)
+    measured = validate._loss(validate._late, "cpu", dtype=torch.bfloat16)
+    wrong = {quantity for quantity, error, budget in measured if not error <= budget}
+    assert wrong >= {"loss", "log_probs", "entropy", "gradient"} if is_early else not wrong
 
 
 def test_where_it_cannot_run_it_runs_later(gpu, monkeypatch):

@@ -1,7 +1,7 @@
 """Compares the CUDA kernels with torch in float64, on a few rows, at the first call on a GPU.
 
-May import ``checks``, ``config``, ``native`` and ``core.operators``. A file remembers for which
-library, GPU and driver they agreed: whatever else may change a result must change its name.
+May import ``checks``, ``config``, ``output``, ``native``, ``core.operators``. A file remembers for
+which library, GPU and driver they agreed: whatever else may change a result must change its name.
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..checks import runs_while_traced, warn_once
 from ..config import BAPOConfig
 from ..core.operators import FIELDS, SCHEMAS, ops_of
+from ..output import REPORT
 from . import native
 
 _C: Any = torch._C
 Comparisons = Iterator[tuple[str, Tensor, Tensor]]  # operator, its result, and the truth
+Result = TypeVar("Result")
 
 enabled = True  # False before the first call leaves the check out, like BAPO_SELF_CHECK=0
 
@@ -100,6 +104,11 @@ def first_failure(ops: Any, device: torch.device) -> str | None:
     for V, dtype in ROWS:
         rows = logits[None, :, :V].to(dtype)
         checks[f"rows of {V:,} columns in {str(dtype)[6:]}"] = _passes(ops, rows)
+    if _has_streams(device):
+        checks["600 tokens in a side stream"] = _search(_Late(ops), device)
+        for V in (ROWS[0][0], longest):  # without and with a cluster
+            rows = logits[None, :, :V].bfloat16()
+            checks[f"rows of {V:,} columns in a side stream"] = _passes(_Late(ops), rows)
     for name, comparisons in checks.items():
         try:
             for operator, got, truth in comparisons:
@@ -115,6 +124,42 @@ def first_failure(ops: Any, device: torch.device) -> str | None:
     return None
 
 
+def _has_streams(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+class _Late:
+    """Operators, each called by :func:`late`."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return partial(late, getattr(self._ops, name))
+
+
+def late(call: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls in a side stream, where the tensors get their values behind a sleep of some 10 ms.
+
+    A kernel on another stream is too early: it reads zeros, and what it writes is overwritten.
+    """
+    tensors = [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
+    device, values = tensors[0].device, [tensor.detach().clone() for tensor in tensors]
+    here, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side.wait_stream(here)
+    try:
+        with torch.cuda.stream(side):
+            for tensor in tensors:
+                tensor.detach().zero_()
+            call(*arguments)  # the first one loads and allocates, which may wait for the GPU
+            torch.cuda._sleep(20_000_000)
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.detach().copy_(value)
+            return call(*arguments)
+    finally:
+        here.wait_stream(side)  # also before the memory of a failed call is used again
+
+
 def _passes(ops: Any, rows: Tensor) -> Comparisons:
     """Runs two rows at ratio 1: logits ``[1, 2, V]``, or values ``[2, V]`` of sets."""
     V, are_sets, device = rows.shape[-1], rows.ndim == 2, rows.device
@@ -124,31 +169,42 @@ def _passes(ops: Any, rows: Tensor) -> Comparisons:
     statistics = torch.cat([log_p.gather(1, labels)[:, 0], torch.special.entr(p).sum(1)])
     gradient = p - (torch.arange(V, device=device) == labels).double()  # of -log_probs.sum()
     x = rows.clone(memory_format=torch.contiguous_format)
-    out, found = torch.empty_like(x), torch.empty(8, dtype=torch.float64, device=device)
-    ones = torch.ones(2, dtype=torch.float64, device=device)
+    out, ones = torch.empty_like(x), torch.ones(2, dtype=torch.float64, device=device)
+    found = torch.full((8,), torch.nan, dtype=torch.float64, device=device)
+    weights, dlog_probs = ones * torch.nan, ones * torch.nan
+    tokens = weights.float().repeat(len(FIELDS), 1)
+    report = torch.full((len(REPORT),), torch.nan, dtype=torch.float32, device=device)
     operands = dict(
         logits=x.flatten() if are_sets else x,
         dlogits=out.flatten() if are_sets else out,
         offsets=torch.tensor([0, V, 2 * V], device=device) if are_sets else None,
-        labels=labels.flatten(),
-        counted=ones.bool(),
-        weights=ones,
-        tokens=ones.float().repeat(len(FIELDS), 1),
-        present=1,  # advantages
+        labels_or_log_probs=labels,
+        fields=[ones[:, None].float(), *[None] * (len(FIELDS) - 1)],  # advantages
+        present=1,
+        scale=2.0,  # over two tokens: each has a weight of 1
+        live=False,
         bounds=torch.tensor([0.8, 1.2], dtype=torch.float32, device=device),
         options=BAPOConfig().options,
-        dlog_probs=-ones,
-        undecided=ones.byte(),
+        **dict(unmasked=~ones.bool(), counted=~ones.bool(), labels=0 * labels.flatten()),
+        **dict(weights=weights, tokens=tokens, ticket=torch.ones_like(report[:1]).int()),
         **dict(log_probs=found[:2], entropy=found[2:4], stats=found[4:].view(2, 2)),
+        **dict(report=report, dlog_probs=dlog_probs, undecided=ones.byte()),
     )
-    for operator in ("row_statistics", "row_gradient", "row_pass", "row_pass_"):
+    _call(ops, "prepare", operands)
+    yield "prepare", weights, ones
+    for operator, result, truth in (
+        ("row_statistics", found[:4], statistics),
+        ("token_loss", report[:2], -2 * ones),  # loss and pg_loss
+        ("row_gradient", out.view(2, V), gradient),
+        ("row_pass", out.view(2, V), gradient),
+        ("row_pass_", x.view(2, V), gradient),
+    ):
         out.fill_(torch.nan)
-        if operator != "row_gradient":  # it needs those of row_statistics
+        if operator.startswith("row_pass"):  # the others need those of row_statistics
             found.fill_(torch.nan)
         _call(ops, operator, operands)
         yield operator, found[:4], statistics
-        if operator != "row_statistics":
-            yield operator, (x if operator == "row_pass_" else out).view(2, V), gradient
+        yield operator, result, truth
 
 
 def _search(ops: Any, device: torch.device) -> Comparisons:

@@ -1,7 +1,7 @@
 """Checks the kernels that run on this machine against the reference in float64.
 
-May import public modules, the reference, the table of backends, ``budget`` and ``processes``. A
-backend or an option without a case here is one that users cannot check on their machine.
+May import public modules, the reference, ``backends``, ``budget`` and ``processes``. A backend or
+an option without a case here is one that users cannot check on their machine.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import reference
 from ..backends import NAMES, available_backends, choose, triton, why_not
+from ..backends.self_check import late
 from ..bounds import find_clip_bounds
 from ..config import BAPOConfig
 from ..debug import environment
@@ -178,6 +179,7 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
     for case, rows in wide.items() if on_gpu else ():
         cases[f"inplace, {case}"] = partial(_loss, _inplace, **rows)
         cases[f"sets, {case}"] = partial(_loss, bapo_loss, **rows, sets=True)
+        cases[f"side stream, {case}"] = partial(_loss, _late, **rows)
     for dtype in DTYPES:
         for case, measure in cases.items():
             measure = partial(measure, backend=backend, dtype=dtype, device=device)
@@ -233,6 +235,10 @@ def _sliced(logits: Tensor, *arguments: Any, **options: Any) -> BAPOOutput:
 
 def _inplace(logits: Tensor, *arguments: Any, **options: Any) -> BAPOOutput:
     return bapo_loss(logits.clone(), *arguments, inplace=True, **options)
+
+
+def _late(logits: Tensor, *arguments: Any, **options: Any) -> BAPOOutput:
+    return late(partial(bapo_loss, **options), logits, *arguments)
 
 
 def _all_options() -> dict[str, Any]:
