@@ -4,7 +4,6 @@ Needs compiled kernels without a GPU (tests/ptx): there the driver is a stand-in
 """
 
 import ctypes
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
@@ -21,7 +20,6 @@ if PTX:
     import triton.language as tl
     from ptx.absent_gpu import current
     from ptx.backend import LIBCUDA, kernels
-    from triton.runtime import driver as of_triton
 
     from bapo_kernels.backends import triton as package
     from bapo_kernels.backends.triton.kernel import Kernel
@@ -74,20 +72,16 @@ def test_a_load_that_fails_is_tried_again(driver, fill):
 
 
 def test_other_threads_wait_for_a_load(driver, fill):
+    """And then launch their own grids."""
     driver.load_milliseconds.value = 300
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(fill, (0.0, 1.0, 2.0, 3.0))) == [[0.0], [1.0], [2.0], [3.0]]
+        assert list(pool.map(fill, (1.0, 2.0, 3.0, 4.0), (1, 2, 3, 4))) == [
+            [1.0],
+            [2.0],
+            [3.0],
+            [4.0],
+        ]
     assert driver.loads.value == 1
-
-
-def test_threads_have_their_own_grids_and_streams(monkeypatch, fill):
-    """Both ask for their streams before the first of them launches."""
-    asked, ask = threading.Barrier(2, timeout=60), of_triton.active.get_current_stream
-    assert fill(1.0) == [1.0]
-    both = lambda gpu: (ask(gpu), asked.wait())[0]  # noqa: E731
-    monkeypatch.setattr(of_triton.active, "get_current_stream", both)
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(fill, (2.0, 3.0), (5, 3))) == [[2.0], [3.0]]
 
 
 def test_each_gpu_has_its_own_modules(monkeypatch, fill):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ enabled = True  # False before the first call leaves the check out, like BAPO_SE
 # Numbers of columns for the generic row pass and for clusters of every size, some not aligned.
 _BF16, _F32 = torch.bfloat16, torch.float32
 ROWS = [*((V, _BF16) for V in (257, 10_000, 30_001, 60_000, 151_936)), (257, _F32), (151_936, _F32)]
+GPU = "cuda"  # has streams
 BOUNDS = (0.6, 2.0)  # the result of the reference for the tokens of _search
 
 _found: dict[int | None, str | None] = {}  # verdict by GPU
@@ -104,11 +106,12 @@ def first_failure(ops: Any, device: torch.device) -> str | None:
     for V, dtype in ROWS:
         rows = logits[None, :, :V].to(dtype)
         checks[f"rows of {V:,} columns in {str(dtype)[6:]}"] = _passes(ops, rows)
-    if _has_streams(device):
-        checks["600 tokens in a side stream"] = _search(_Late(ops), device)
+    if device.type == GPU:
+        ops = SimpleNamespace(**{name: partial(late, getattr(ops, name)) for name in SCHEMAS})
+        checks["600 tokens in a side stream"] = _search(ops, device)
         for V in (ROWS[0][0], longest):  # without and with a cluster
             rows = logits[None, :, :V].bfloat16()
-            checks[f"rows of {V:,} columns in a side stream"] = _passes(_Late(ops), rows)
+            checks[f"rows of {V:,} columns in a side stream"] = _passes(ops, rows)
     for name, comparisons in checks.items():
         try:
             for operator, got, truth in comparisons:
@@ -122,20 +125,6 @@ def first_failure(ops: Any, device: torch.device) -> str | None:
         except Exception as error:
             return f"{name}: {type(error).__name__}: {error}"
     return None
-
-
-def _has_streams(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
-class _Late:
-    """Operators, each called by :func:`late`."""
-
-    def __init__(self, ops: Any) -> None:
-        self._ops = ops
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return partial(late, getattr(self._ops, name))
 
 
 def late(call: Callable[..., Result], *arguments: Any) -> Result:

@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
 # What Triton calls. The device has two multiprocessors.
 _LIBCUDA = """
@@ -40,9 +39,9 @@ int cuModuleLoadData(void) {
     return load_error;
 }
 int cuGetErrorString(int error, const char **text) { *text = "an error"; return 0; }
-int (*launched)(const unsigned *config, void *function, void **parameters);
+int (*launched)(const unsigned *config, void **parameters);
 int cuLaunchKernelEx(const unsigned *config, void *function, void **parameters) {
-    return launched ? launched(config, function, parameters) : 0;
+    return launched ? launched(config, parameters) : 0;
 }
 """
 
@@ -60,9 +59,9 @@ def absent_gpu(capability: int = 90) -> ctypes.CDLL:
     """Lets Triton launch on CPU tensors, for a GPU of which only the driver library is there.
 
     Nothing runs, so that results hold anything; or what ``launched`` of the library points to,
-    which takes the configuration of the launch, the index of the GPU that has the module, and the
-    addresses of the parameters. The library also counts ``loads`` of modules, each of which takes
-    ``load_milliseconds`` and returns ``load_error``.
+    which takes the configuration of the launch and the addresses of the parameters. The library
+    also counts ``loads`` of modules, each of which takes ``load_milliseconds`` and returns
+    ``load_error``.
     """
     import triton  # not before the test session has decided whether it interprets kernels
     from triton.backends.compiler import GPUTarget
@@ -73,12 +72,6 @@ def absent_gpu(capability: int = 90) -> ctypes.CDLL:
             super().__init__()
             self.get_current_device = lambda: current.gpu
             self.get_current_stream = lambda gpu: current.stream + gpu  # each has its own
-            self.load, self.utils.load_binary = self.utils.load_binary, self.load_onto
-
-        def load_onto(self, *given: Any) -> tuple[Any, ...]:
-            """Of what is loaded onto a GPU, the last argument, its index takes the place."""
-            module, _, *facts = self.load(*given)
-            return module, given[-1], *facts
 
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", capability, 32)

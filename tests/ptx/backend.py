@@ -65,8 +65,7 @@ class Executed(NamedTuple):
 
 
 LAUNCHED = ctypes.CFUNCTYPE(
-    *(ctypes.c_int, ctypes.POINTER(ctypes.c_uint), ctypes.c_size_t),
-    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_int, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p)
 )
 
 
@@ -80,8 +79,14 @@ class Launches:
         self.executed: list[Executed] = []
         self.current = threading.local()
         self.launch, self.launched = Kernel.run, LAUNCHED(self.execute)
+        self.load = Kernel.load
         address = ctypes.cast(self.launched, ctypes.c_void_p).value
         ctypes.c_void_p.in_dll(LIBCUDA, "launched").value = address
+
+    def load_once(self, compiled: Any) -> None:
+        """As Kernel.load, and notes the GPU; only the first call loads."""
+        vars(compiled).setdefault("gpu", current.gpu)
+        self.load(compiled)
 
     def run(self, compiled: Any, grid: tuple[int, int, int], values: tuple[Any, ...]) -> None:
         """As Kernel.run, on a stream that no other launch has; raises what was wrong."""
@@ -93,13 +98,13 @@ class Launches:
         if failure is not None:
             raise failure
 
-    def execute(self, config: Any, loaded_on: int, parameters: Any) -> int:
+    def execute(self, config: Any, parameters: Any) -> int:
         """Called by the driver library; ``config`` is a CUlaunchConfig."""
         try:
             compiled, values = self.current.compiled, self.current.values
             kernel = executor.load(compiled.asm["ptx"])
             gpu, of = current.gpu, values[0].device.index  # None: a tensor that is not of a GPU
-            place = config[8] | config[9] << 32, loaded_on, gpu if of is None else of
+            place = config[8] | config[9] << 32, compiled.gpu, gpu if of is None else of
             if place != (current.stream + gpu, gpu, gpu):
                 told = "{} on stream {:#x}, of a module on GPU {}, with tensors on GPU {}"
                 there = f"the current stream is {current.stream + gpu:#x}, of GPU {gpu}"
@@ -168,6 +173,7 @@ def use(capability: int) -> None:
 
 launches = Launches()
 Kernel.run = staticmethod(launches.run)  # type: ignore[method-assign]
+Kernel.load = staticmethod(launches.load_once)  # type: ignore[method-assign]
 
 
 for owner, name in executor.ALLOCATORS:
