@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 import torch.utils.checkpoint
-from accuracy import assert_as_reference, assert_rounded
-from helpers import make_case, plain_result, run_kernel, unmasked_tokens
+from accuracy import assert_as_reference, assert_rounded, assert_same, inputs_of
+from helpers import Result, make_case, plain_result, run_kernel, unmasked_tokens
 
 import bapo_kernels
 from bapo_kernels import bapo_loss, bapo_loss_from_log_probs, log_probs, reference
@@ -18,7 +18,7 @@ def test_gradient_is_scaled_by_the_incoming_one(backend, device, scale, dtype):
     case = make_case(dtype=dtype, device=device)
     once = plain_result(backend, dtype=dtype)
     scaled = run_kernel(case, backend, scale=scale)
-    assert torch.equal(scaled.gradient, (once.gradient.float() * scale).to(dtype))
+    assert_same(scaled.gradient, (once.gradient.float() * scale).to(dtype), "gradient")
 
 
 def test_gradient_is_not_copied(backend, device):
@@ -30,7 +30,7 @@ def test_gradient_is_not_copied(backend, device):
     out.loss.backward()
     assert x.grad.data_ptr() == pointer
     bapo_loss(x, *case.arguments(), backend=backend).loss.backward()
-    assert torch.equal(x.grad, 2 * plain_result(backend).gradient)
+    assert_same(x.grad, 2 * plain_result(backend).gradient, "gradient")
 
 
 @pytest.mark.parametrize("level", ["float16 logits", "log-probs", "reference"])
@@ -57,7 +57,8 @@ def test_log_probs_and_entropy_with_a_gradient(backend, device, level):
         logp, entropy = reference.log_probs(leaf, case.labels)
         return gradient(leaf, logp, 0.3 * entropy)
 
-    assert_as_reference(gradient(x, out.log_probs, 0.3 * out.entropy), expected, dtype)
+    got = gradient(x, out.log_probs, 0.3 * out.entropy)
+    assert_as_reference(got, expected, dtype, names=["gradient"], inputs=inputs_of(case))
 
 
 class TestInPlace:
@@ -84,7 +85,7 @@ class TestInPlace:
             out = bapo_loss(logits, *arguments, backend=backend, inplace=inplace)
             (out.loss * scale).backward()
             gradients.append(linear.weight.grad.clone())
-        assert torch.equal(*gradients)
+        assert_same(*gradients, "weight gradient")
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
     def test_backward_releases_the_logits(self, backend, device, dtype):
@@ -114,8 +115,7 @@ class TestInPlace:
         ):
             with mode:
                 out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
-            assert torch.equal(logits, expected.gradient)
-            assert torch.equal(out.loss, expected.output.loss)
+            assert_same(Result(out, (logits,)), expected)
             assert logits.is_inference() or logits._version > 0
 
     def test_later_use_of_the_memory_raises(self, backend, device):
@@ -137,7 +137,7 @@ class TestInPlace:
             before = logits.sum()
             out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=inplace)
             gradients.append(torch.autograd.grad(out.loss + before, linear.weight))
-        assert torch.equal(*(gradient for (gradient,) in gradients))
+        assert_same(*gradients, "weight gradient")
         logits = linear(hidden)
         squared = logits.square().sum()
         out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
@@ -161,7 +161,7 @@ class TestInPlace:
             arguments = (argument[:, rows] for argument in case.arguments())
             with pytest.raises(error, match=message):
                 bapo_loss(logits, *arguments, backend=backend, inplace=True)
-        assert torch.equal(leaf, case.logits)
+        assert_same(leaf, case.logits, "logits")
 
     def test_no_allocation_of_the_size_of_the_logits(self, backend, device):
         linear, hidden, case = self.problem(device)
@@ -213,6 +213,6 @@ def test_scaled_gradients_of_any_layout(backend, device, chunk_tokens):
         loss = bapo_kernels.bapo_linear_loss(*leaves, *case.arguments(), **options).loss
         (scale * loss).backward()
         gradients.append([leaf.grad for leaf in leaves])
-    for once, four_times in zip(*gradients, strict=True):
-        assert once.any()
-        assert torch.equal(4 * once, four_times)
+    once, four_times = gradients
+    assert all(gradient.any() for gradient in once)
+    assert_same([4 * gradient for gradient in once], four_times, "gradient")

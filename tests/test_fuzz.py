@@ -12,7 +12,7 @@ from typing import get_args
 import helpers
 import pytest
 import torch
-from accuracy import assert_rounded
+from accuracy import assert_rounded, assert_same
 from helpers import check_result, per_token, transform_of, unmasked_tokens
 from hypothesis import HealthCheck, Phase, given, settings, stateful
 from hypothesis import strategies as st
@@ -227,8 +227,7 @@ def check_log_probs(case, backend, layout):
     labels = case.labels.masked_fill(~unmasked_tokens(case), IGNORE_INDEX)
     got = log_probs(LAYOUTS[layout](case.logits), labels, backend=backend, **transform(case))
     output = run(case.with_options(statistics="all"), backend).output
-    assert torch.equal(got[0], output.log_probs)
-    assert torch.equal(got[1], output.entropy)
+    assert_same(got, (output.log_probs, output.entropy), "log-probs, entropy")
 
 
 def check_row_alone(case, backend, at):

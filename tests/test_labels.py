@@ -18,6 +18,7 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
+from bapo_kernels.tools.budget import GRADIENTS
 from bapo_kernels.tools.real_rows import real_head, real_rows
 
 B, S, H = 2, 4, 16
@@ -94,7 +95,8 @@ def check_labels(backend, device, dtype, K, name, columns=V, real=None):
         return call(reference.log_probs, [logits.to(kind).requires_grad_()])
 
     largest = got[0].nan_to_num(neginf=0.0).abs().max().item()
-    assert_as_reference(got, expected, dtype, operand=(0, largest, 0))
+    named = dict(names=("log-probs", "entropy", "gradient"), inputs={"first label": labels[..., 0]})
+    assert_as_reference(got, expected, dtype, (0, largest, 0), **named)
     assert not got[0][0, 1].any()
     assert not got[2][0, 1].any()
 
@@ -132,10 +134,13 @@ def test_of_hidden_states(backend, device, dtype, name, frozen, dentropy):
 
     got = run(dtype, linear_log_probs, backend=backend, chunk_tokens=4)
     largest = got[0].nan_to_num(neginf=0.0).abs().max().item()
-    assert_as_reference(got[:2], lambda kind: run(kind)[:2], dtype, operand=(0, largest))
+    given = {"first label": labels[..., 0]}
+    named = dict(names=("log-probs", "entropy"), inputs=given)
+    assert_as_reference(got[:2], lambda kind: run(kind)[:2], dtype, (0, largest), **named)
     # A probability has the relative rounding of its log-prob, which is float32.
     inherited = largest if dtype == torch.float32 else 0
-    assert_as_reference(got[2:], lambda kind: run(kind)[2:], dtype, roundings=inherited)
+    named = dict(names=GRADIENTS, inputs=given, roundings=inherited)
+    assert_as_reference(got[2:], lambda kind: run(kind)[2:], dtype, **named)
 
 
 def test_confident_rows_of_a_frozen_head(backend, device):

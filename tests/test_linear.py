@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from accuracy import assert_as_reference, assert_quantities
+from accuracy import assert_as_reference, assert_quantities, assert_same, inputs_of
 from helpers import (
     Case,
     evaluate,
@@ -33,6 +33,7 @@ from bapo_kernels import (
 from bapo_kernels.core.call import Products
 from bapo_kernels.core.head import gemm
 from bapo_kernels.core.head.head import Head, HeadGradients
+from bapo_kernels.tools.budget import GRADIENTS
 from bapo_kernels.tools.real_rows import real_head
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -133,13 +134,13 @@ def check(parameters, case, backend, statistics="all", function=bapo_linear_loss
     got = run(function, *given, backend=backend, **options)
     of_reference = {name: options[name] for name in ("frozen", "logits_dtype") if name in options}
     expected = partial(run, reference.bapo_linear_loss, *given)
-    same = in_some_orders(partial(expected, **of_reference))
     truth = expected(torch.float64, options.get("frozen", False))
     assert {gradient.dtype for gradient in got.gradients} == {parameters[0].dtype}
     assert not any(value.isnan() for value in truth.output.metrics.values())
     outside = [r.output.metrics.get("label_outside_mask") for r in (got, truth)]
     assert outside[0] == outside[1]
-    assert_quantities(given[1], got, same, truth, sums=parameters[0].dtype == torch.float32)
+    same, sums = partial(expected, **of_reference), parameters[0].dtype == torch.float32
+    assert_quantities(given[1], got, same, truth, sums)
     return got
 
 
@@ -368,7 +369,9 @@ def test_frozen_parameters_have_no_gradient(backend, device, frozen):
     options = dict(bias=leaves[2], backend=backend, **case.options)
     bapo_linear_loss(*leaves[:2], *case.arguments(), **options).loss.backward()
     for i, (leaf, gradient) in enumerate(zip(leaves, expected, strict=True)):
-        assert leaf.grad is None if i in frozen else torch.equal(leaf.grad, gradient)
+        assert (leaf.grad is None) == (i in frozen)
+        if i not in frozen:
+            assert_same(leaf.grad, gradient, GRADIENTS[i])
 
 
 @pytest.mark.parametrize(
@@ -408,11 +411,11 @@ def test_log_probs_of_a_frozen_head(backend, device, dtype, entropy, compiled, p
 
     function = torch.compile(linear_log_probs, fullgraph=True) if compiled else linear_log_probs
     first, second = gradients(function)
-    assert torch.equal(first, second)
+    assert_same(first, second, "gradient")
     again = entropy or dtype == torch.float16
     assert sum(rows for rows, _ in products) == (labels != -100).sum() * (3 if again else 1)
     if compiled:
-        assert torch.equal(first, gradients(linear_log_probs)[0])
+        assert_same(first, gradients(linear_log_probs)[0], "gradient")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -457,8 +460,7 @@ def test_without_gradient(backend, device, sets):
             hidden, weight, *case.arguments(), bias=bias, backend=backend, **case.options
         )
     assert not out.loss.requires_grad
-    assert torch.equal(out.loss, expected.loss)
-    assert out.bounds == expected.bounds
+    assert_same((out.loss, *out.bounds), (expected.loss, *expected.bounds), "loss or bound")
 
 
 @pytest.mark.parametrize("sets", [True, False])
@@ -473,8 +475,7 @@ def test_tied_weight_and_no_bias(backend, device, sets):
         return evaluate(loss, case, parameters[1:2], kind)
 
     got, expected = tied(partial(bapo_linear_loss, backend=backend)), reference.bapo_linear_loss
-    same, truth = in_some_orders(lambda: tied(expected)), tied(expected, torch.float64)
-    assert_quantities(case, got, same, truth)
+    assert_quantities(case, got, lambda: tied(expected), tied(expected, torch.float64))
 
 
 @pytest.mark.parametrize(("chunk_tokens", "sets"), [(6, False), (None, False), (None, True)])
@@ -518,7 +519,7 @@ def test_linear_log_probs(backend, device, dtype, entropy, temperature, sets, fr
         return torch.autograd.grad(loss, wanted)
 
     got = gradients(dtype, linear_log_probs, backend=backend, chunk_tokens=4)
-    assert_as_reference(got, gradients, dtype)
+    assert_as_reference(got, gradients, dtype, names=GRADIENTS, inputs=inputs_of(case))
 
 
 def test_recomputed_logits_have_statistics_of_their_own(monkeypatch):
@@ -550,7 +551,7 @@ def test_recomputed_logits_have_statistics_of_their_own(monkeypatch):
         got = gradients(torch.float32, bapo_kernels, chunk_tokens=4)
         # Logits below 16 that are made again are rounded once more, which changes p in proportion,
         # as the sum that divides it does.
-        assert_as_reference(got, gradients, roundings=2 * 16)
+        assert_as_reference(got, gradients, roundings=2 * 16, names=GRADIENTS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -574,7 +575,7 @@ def test_temperatures_of_undecided_rows(backend, device):
     T = torch.full((B, S), 0.75, device=device)
     case = case.with_options(config=BAPOConfig(), temperature=T)
     got = run(bapo_linear_loss, parameters, case, **options).gradients
-    assert all(map(torch.equal, got, expected))
+    assert_same(got, expected, "gradient")
     T *= torch.linspace(0.9, 1.1, B * S, device=device).view(B, S)
     for frozen in (False, True):
         check(parameters, case, frozen=frozen, **options)

@@ -11,9 +11,8 @@ from itertools import product
 
 import pytest
 import torch
-from accuracy import assert_rounded, assert_within_budget
+from accuracy import assert_rounded, assert_same, assert_within_budget
 from helpers import (
-    assert_same_bits,
     check_against_reference,
     make_case,
     per_token,
@@ -218,7 +217,7 @@ def test_live_statistics_skip_whole_sequences(backend, device, surrogate, packed
         flat = [x.flatten(0, 1) for x in (case.logits, *case.arguments())]
         case = Case(*flat, case.options | dict(cu_seqlens=torch.arange(0, 30, 6, device=device)))
     everything, live = (run_kernel(case, backend, statistics=s) for s in ("all", "live"))
-    assert_same_bits(everything, live)
+    assert_same(everything, live)
     skipped = unmasked & (torch.arange(4, device=device) == 1)[:, None]
     assert torch.equal(live.output.log_probs.isnan().view(4, 6), skipped)
     assert live.output.metrics["live_tokens"] == unmasked[[0, 2, 3]].sum()
@@ -235,7 +234,7 @@ def test_sequences_of_three_dimensions(backend, device):
         options = dict(config=config, bounds=(0.8, upper), backend=backend)
         out, gradient = loss_and_gradient(*arguments, **options)
         results.append((out.loss, gradient.view(6, 5)))
-    assert all(map(torch.equal, *results))
+    assert_same(*results, "loss, gradient")
 
 
 def test_scope_of_a_step(backend, device):
@@ -274,7 +273,7 @@ def test_bounds_of_every_kind_are_the_same(backend, device, surrogate):
         (numbers[0].double().expand(3), numbers[1].half().expand(3, 7)),
     ):
         got = run_kernel(case, backend, bounds=ClipBounds(lower, upper))
-        assert_same_bits(got, wanted)
+        assert_same(got, wanted)
         torch.testing.assert_close(got.output.metrics, wanted.output.metrics, rtol=0, atol=0)
         own = any(getattr(bound, "ndim", 0) for bound in (lower, upper))
         for shown, value in zip(got.output.bounds, (0.75, 1.25), strict=True):

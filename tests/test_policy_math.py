@@ -39,6 +39,9 @@ def library(tmp_path_factory):
     return library
 
 
+TOKEN = "log-prob", "old log-prob", "ref log-prob", "advantage", "weight", "lower", "upper"
+
+
 def edges():
     """Log-probs, log-ratios at the clamp and on a bound of 1, bad old log-probs, every sign."""
     log_ratios = 0.0, 0.25, -0.25, 20.0, -20.0, 20.5, -20.5, math.inf, -math.inf, math.nan
@@ -108,7 +111,8 @@ def test_terms(library, options, tokens, monkeypatch):
     defined = dict(grad=terms.policy.isfinite(), dkl=terms.kl.isfinite())
     for name, (value, of) in expected.items():
         ok = defined.get(name, slice(None))
-        assert_rounded(got[name][ok], value[ok].detach(), 16, of.detach()[ok])
+        inputs = dict(zip(TOKEN, tokens[ok].unbind(1), strict=True))
+        assert_rounded(got[name][ok], value[ok].detach(), 16, of.detach()[ok], name, inputs)
 
 
 @pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
@@ -145,12 +149,13 @@ def test_masses(library, step, weight, contribution):
         places += [
             (point, negative) for point in (config.lower_grid if negative else config.upper_grid)
         ]
-    assert_sums(torch.cat(found), expected, len(tokens))
+    assert_sums(torch.cat(found), expected, len(tokens), name="masses")
     # What one token adds, summed up: at every point again.
     for (point, negative), mass in zip(places, expected, strict=True):
         tokens[:, 3], tokens[:, 5:] = A, point
         one = terms_of(library, config, tokens)["kept_mass" if only else "clipped_mass"]
-        assert_sums((w * one)[(A < 0) == negative].sum(), mass, len(tokens))
+        name = f"mass at {point} of each token"
+        assert_sums((w * one)[(A < 0) == negative].sum(), mass, len(tokens), name=name)
 
 
 @pytest.mark.parametrize("kind", ["share", "ratio"])
@@ -158,4 +163,6 @@ def test_tested_quantity(library, kind):
     masses = torch.tensor([0.0, 1e-9, 0.5, 3.0, math.inf, math.nan], dtype=torch.float64)
     for pos, neg in torch.cartesian_prod(masses, masses):
         got = torch.tensor(library.quantity(pos, neg, kind == "ratio"), dtype=torch.float64)
-        assert_rounded(got, search.tested_quantity(pos, neg, kind), 2)
+        assert_rounded(
+            got, search.tested_quantity(pos, neg, kind), 2, name=f"{kind} of {pos}, {neg}"
+        )

@@ -34,6 +34,7 @@ TINY = {dtype: torch.finfo(dtype).tiny * torch.finfo(dtype).eps for dtype in EPS
 FLUSHED = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126}
 
 Measured = tuple[str, float, float]  # quantity, error, budget
+GRADIENTS = "gradient", "weight gradient", "bias gradient"
 Loss = Callable[..., BAPOOutput]
 T = TypeVar("T")
 
@@ -234,14 +235,13 @@ def quantities(
     yield "bounds", difference(got.output.bounds, truth.output.bounds), 0.0
     log_probs = truth.output.log_probs
     operand = largest(log_probs[log_probs.isfinite()])
-    names = "gradient", "weight gradient", "bias gradient"
     by_leaf = zip(*(result.gradients for result in (got, truth, *same)), strict=True)
-    for name, (mine, exact, *theirs) in zip(names, by_leaf, strict=False):
+    for name, (mine, exact, *theirs) in zip(GRADIENTS, by_leaf, strict=False):
         inherited = EPS[torch.float32] * operand * largest(exact.nan_to_num())
         inherited += FLUSHED.get(mine.dtype, 0.0)
         yield name, *error_and_budget(mine, theirs, exact, inherited=inherited)
 
-    values, true, *others = (_values(result.output) for result in (got, truth, *same))
+    values, true, *others = (values_of(result) for result in (got, truth, *same))
 
     def compared(name: str, operand: float = 0.0) -> Measured:
         references = [each[name] for each in others]
@@ -260,7 +260,11 @@ def quantities(
     yield max(metrics, key=lambda m: (not m[1] <= m[2], m[1] / m[2]))
 
 
-def _values(output: BAPOOutput) -> dict[str, Tensor]:
+def values_of(result: Result) -> dict[str, Tensor]:
+    """The tensors by the names of :func:`quantities`; of bounds the pairs."""
+    output = result.output
     assert output.entropy is not None
     values = {"log_probs": output.log_probs, "entropy": output.entropy, "loss": output.loss}
+    values["bounds"] = torch.stack(tuple(output.bounds), -1)
+    values |= zip(GRADIENTS, result.gradients, strict=False)
     return values | {f"metric {name}": value for name, value in output.metrics.items()}
