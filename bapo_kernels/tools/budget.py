@@ -265,6 +265,6 @@ def values_of(result: Result) -> dict[str, Tensor]:
     output = result.output
     assert output.entropy is not None
     values = {"log_probs": output.log_probs, "entropy": output.entropy, "loss": output.loss}
-    values["bounds"] = torch.stack(tuple(output.bounds), -1)
+    values["bounds"] = torch.stack([bound.float() for bound in output.bounds], -1)
     values |= zip(GRADIENTS, result.gradients, strict=False)
     return values | {f"metric {name}": value for name, value in output.metrics.items()}
