@@ -66,7 +66,8 @@ __device__ inline uint4 shared_vector(uint32_t address) {
 }
 
 __device__ inline void barrier_init(uint32_t barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
+                 : "memory");
 }
 // Makes initialised barriers visible to bulk copies and to the other blocks.
 __device__ inline void barrier_init_fence() {
