@@ -11,7 +11,8 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup -q
 LIBRARY := bapo_kernels/_build.json
 
 .PHONY: check demo test test-all exhaustive processors versions oldest aarch64 study bench docs lint \
-  lock sanitize emulate ptx prebuilt baselines wheel clean
+  lock sanitize emulate ptx mutants prebuilt \
+  baselines wheel clean
 .NOTPARALLEL:
 # Without bytecode every process compiles the modules of torch anew, which takes longer than most tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -148,6 +149,11 @@ ptx: .venv/built
 	  TRITON_PTX=$$capability PTX_SEED=$$seed PTX_ERRORS=$(PTX_ERRORS) \
 	    $(PTX) -m "not slow or repeated" || exit 1; \
 	done; done
+
+# Puts one-line faults into a copy of the tree, one at a time, which tests must notice (tests/mutants);
+# with MUTANTS="NAME ..." those alone.
+mutants: .venv/built
+	PYTHONPATH=$(CURDIR)/tests:$(CURDIR) $(BIN)/python -m mutants $(MUTANTS)
 
 # `make test` of the CPU backend on an emulated ARM processor (release/aarch64.sh), with torch 2.10: of
 # PyPI's builds for ARM the last without CUDA. Left out are processes and compilers, which take minutes;
