@@ -29,9 +29,9 @@ MINUTES = 15
 
 
 def execute(*command, **variables):
-    environment = os.environ | {"PYTHONPATH": str(TREE)} | variables
-    options = dict(cwd=TREE, capture_output=True, text=True, timeout=60 * MINUTES)
-    return subprocess.run([sys.executable, *command], env=environment, **options)
+    shared = {"PYTHONPATH": str(TREE), "PTX_MACHINE": str(ROOT / "build")}
+    options = dict(cwd=TREE, env=os.environ | shared | variables, timeout=60 * MINUTES)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, **options)
 
 
 def noticed(mutant):
@@ -52,11 +52,12 @@ def noticed(mutant):
     variables = dict(word.split("=") for word in words if re.match(r"[A-Z_]+=", word))
     options = [word for word in words if word.partition("=")[0] not in variables]
     result = execute("-m", "pytest", "-xq", "--junitxml=result.xml", *options, **variables)
+    last = result.stdout.strip().rpartition("\n")[2]
     report = ElementTree.parse(TREE / "result.xml")
     for case in report.iter("testcase"):  # what fails before a test is an <error>
         if result.returncode == 1 and (failure := case.find("failure")) is not None:
             return case.get("name"), failure.get("message").splitlines()[0]
-    raise ValueError(f"not noticed: {result.stdout.strip().splitlines()[-1]}")
+    raise ValueError(f"not noticed: {last}")
 
 
 def main(*names):
