@@ -11,8 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup -q
 LIBRARY := bapo_kernels/_build.json
 
 .PHONY: check demo test test-all exhaustive processors versions oldest aarch64 study bench docs lint \
-  lock sanitize emulate ptx mutants prebuilt \
-  baselines wheel clean
+  lock sanitize emulate ptx mutants prebuilt baselines wheel clean
 .NOTPARALLEL:
 # Without bytecode every process compiles the modules of torch anew, which takes longer than most tests.
 unexport PYTHONDONTWRITEBYTECODE
