@@ -104,7 +104,8 @@ def test_launches_are_on_the_current_stream_of_the_tensors_device(on_host, libra
         (1_000, "sets", torch.bfloat16),
     ],
 )
-def test_several_labels(on_host, K, name, dtype):
+def test_several_labels(on_host, library, K, name, dtype):
+    library.unwritten = "sets" in name  # the values of rows that are not counted
     check_labels("cpu", "cpu", dtype, K, name)
 
 
@@ -366,11 +367,16 @@ def test_ratios_of_sequences(on_host, library, of, name):
         assert all(all(map(torch.equal, each, results[0])) for each in results)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
-def test_more_sequences_than_blocks(on_host, library):
-    """The first 40 blocks take two: one of a token for each thread, and one of one token."""
-    lengths = torch.tensor([512] * 40 + [1] * 1_024)
+def test_more_sequences_than_blocks(on_host, library, monkeypatch):
+    """The first 4 of 6 blocks take two: one of a token for each thread, and one of one token."""
+    launch = executor.launch
+
+    def few(kernel, grid, *arguments, **options):  # of 1,024 blocks a launch takes 16 s
+        return launch(kernel, (6, 1, 1), *arguments, **options)
+
+    monkeypatch.setattr(executor, "launch", few)
+    lengths = torch.tensor([512] * 4 + [1] * 6)
     N = int(lengths.sum())
     cu_seqlens = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
     old, logp = torch.rand(N), torch.randn(N).double()

@@ -26,12 +26,13 @@ class Library:
         seed: of the schedules; 0 runs one warp after the other.
         error_seed: of the errors of approximate instructions.
         races: whether they are looked for.
+        unwritten: whether memory that was never written may be read, if nothing depends on it.
         relied: on what PTX does not promise, by all launches.
     """
 
     def __init__(self, built: Path) -> None:
         self.seed = self.error_seed = 0
-        self.races = True
+        self.races, self.unwritten = True, False
         self.relied = executor.Relied()  # by the operators so far
         self.ptx: dict[str, dict[int, str]] = {}  # of each kernel the modules, by architecture
         for text in (path.read_text() for path in sorted(built.parent.glob("*.ptx"))):
@@ -94,6 +95,7 @@ class Library:
                 error_seed=self.error_seed,
                 races=self.races,
                 poisons=True,
+                unwritten=self.unwritten,
             )
             self.relied = executor.Relied(*map(sum, zip(self.relied, relied, strict=True)))
         except Exception as failure:

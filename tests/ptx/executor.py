@@ -28,8 +28,8 @@ HERE = Path(__file__).parent
 POISON = np.array([0xAD, 0x7F, 0xA5, 0xFF, 0xBE, 0x7F, 0xF5, 0xFF] * 2, dtype=np.uint8)
 
 
-# For operands with more than 2**31 elements: the parts that may be accessed of storages that are too
-# large for a shadow, and the blocks of a grid that run, by their number; ``None``: all.
+# For operands with more than 2**31 elements: the parts that may be accessed of storages too large
+# for a shadow, and the blocks of a grid that run, by their number; ``None``: all.
 LARGE = 1 << 30
 windows: list[torch.Tensor] = []
 blocks: Callable[[int], Sequence[int]] | None = None
@@ -104,6 +104,7 @@ def launch(
     error_seed: int = 0,
     races: bool = True,
     poisons: bool = False,
+    unwritten: bool = False,
     most_instructions: int = 10**11,
 ) -> Relied:
     """Executes a grid; tells what it relied on.
@@ -116,8 +117,9 @@ def launch(
         seed: of the schedule; 0 runs one warp after the other, and stores are visible at once.
         error_seed: of the errors of approximate instructions, 0 for none.
         races: whether they are looked for.
-        poisons: what should not be read is NaN, and no fault: memory that was never written, and
-            parts of vectors of 16 bytes, such as the elements around a row.
+        poisons: parts of vectors of 16 bytes that should not be read are NaN, and no fault, such as
+            the elements around a row.
+        unwritten: with ``poisons``, nor are other reads of memory that was never written.
 
     Raises:
         ExecutionError: an access out of bounds, misaligned, in a race, or of what was never
@@ -149,7 +151,7 @@ def launch(
     request = [array.ctypes.data for array in (*read, POISON)] + [ctypes.addressof(message)]
     request += [len(kernel.initial), len(ranges), len(chosen), kernel.parameter_bytes, *grid]
     request += [threads, cluster, kernel.shared_bytes + shared_bytes]
-    request += [seed, error_seed, most_instructions, races, poisons]
+    request += [seed, error_seed, most_instructions, races, poisons, unwritten]
     answer = np.array([*request, 0, 0, 0, 0, 0, 0])
     failed = machine().ptx_run(ctypes.c_void_p(answer.ctypes.data))
     at, warp, *relied = answer[-5:].tolist()

@@ -14,7 +14,7 @@ struct Launch {
     char* message;
     int64_t registers, range_count, block_count, parameter_bytes, grid[3], threads, cluster,
         shared_bytes;
-    int64_t seed, error_seed, most_instructions, finds_races, poisons;
+    int64_t seed, error_seed, most_instructions, finds_races, poisons, unwritten;
     int64_t executed, at, warp;  // instructions of threads so far, and where
     Relied relied;
 };
@@ -32,7 +32,7 @@ class Grid {
         memory_.random.seed(uint64_t(launch.seed));
         memory_.warps_per_block = warps_per_block_;
         memory_.finds_races = launch.finds_races;
-        memory_.poisons = launch.poisons;
+        memory_.poisons = launch.poisons, memory_.unwritten = launch.unwritten;
         memory_.delays_stores = launch.seed != 0;
         memory_.parameters = {0, uint64_t(launch.parameter_bytes), 1, launch.parameters, {}};
         memory_.poison = launch.poison;

@@ -141,7 +141,8 @@ struct Cluster {
 class Memory {
   public:
     bool finds_races = true, delays_stores = false;
-    bool poisons = false;  // parts of vectors that may not be read are NaN, and no fault
+    bool poisons = false;    // parts of vectors that may not be read are NaN, and no fault
+    bool unwritten = false;  // nor is any other read of memory that was never written
     Relied relied;
     uint32_t warps_per_block = 1;
     uint32_t warps = 0, warps_per_cluster = 1;
@@ -192,7 +193,8 @@ class Memory {
             if (cell.write.of_barrier && kind != kAtomic) fault("of a barrier");
             if (!stored && !written) {
                 // In shared memory that may be the padding of a structure.
-                if (!poisons) fault("reads what was never written");
+                const bool alone = space == kGlobal && kind != kVectorRead;
+                if (!poisons || (alone && !unwritten)) fault("reads what was never written");
                 beyond = space == kGlobal;
             }
             const Record now{warp.number,   warp.time(),    warp.instruction,
