@@ -31,7 +31,7 @@ from bapo_kernels import (
     reference,
 )
 from bapo_kernels.core.call import Products
-from bapo_kernels.core.head import gemm
+from bapo_kernels.core.head import gemm, head
 from bapo_kernels.core.head.head import Head, HeadGradients
 from bapo_kernels.tools.budget import GRADIENTS
 from bapo_kernels.tools.real_rows import real_head
@@ -43,7 +43,7 @@ B, S, H, V = 3, 7, 24, 193
 @pytest.fixture(autouse=True)
 def chunks_as_asked_for(monkeypatch):
     """Also where one would take less memory, because the sum of several does."""
-    monkeypatch.setattr("bapo_kernels.core.head.head.SUM_BYTES", 0)
+    monkeypatch.setattr(head, "SUM_BYTES", 0)
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_rows_per_chunk(monkeypatch):
         return head.rows_per_chunk(count, sums_weight)
 
     assert [rows(n, asked=5) for n in (0, 1, 5, 6, 11, 15, 16)] == [1, 1, 5, 3, 4, 5, 4]
-    monkeypatch.setattr("bapo_kernels.core.head.head.SUM_BYTES", 4)
+    monkeypatch.setattr(head, "SUM_BYTES", 4)
     assert [rows(n, asked=5) for n in (0, 6, 128, 129)] == [1, 6, 128, 5]
     assert rows(129, asked=5, sums_weight=False) == rows(129, asked=5, dtype=torch.float32) == 5
     assert [rows(n) for n in (4096, 4097)] == [4096, 2049]  # 1 GiB
