@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 import bapo_kernels
 from bapo_kernels import BAPOOutput, reference
+from bapo_kernels.core.head import head
 from bapo_kernels.tools.budget import Result
 
 pytestmark = pytest.mark.xdist_group("world")
@@ -50,7 +51,7 @@ def loss_rank(rank, function, name, dtype, backend, data, tensor, device="cpu", 
     leaves, arguments, options = tree_map_only(torch.Tensor, lambda x: x.to(device), given)
     with pytest.MonkeyPatch.context() as patch:
         chunk_bytes = 4 * max(COLUMNS[tensor]) * dtype.itemsize
-        patch.setattr("bapo_kernels.core.head.head.CHUNK_BYTES", chunk_bytes)
+        patch.setattr(head, "CHUNK_BYTES", chunk_bytes)
         options.update(backend=backend, **kind)
         return evaluated(bapo_kernels, function, leaves, arguments, **options)
 

@@ -18,6 +18,7 @@ from bapo_kernels import BAPOConfig, bapo_linear_loss, debug, linear_log_probs, 
 from bapo_kernels.core import memory
 from bapo_kernels.core.call import Products
 from bapo_kernels.core.head import gemm
+from bapo_kernels.core.head import head as head_module
 from bapo_kernels.core.head.head import Head
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -128,7 +129,7 @@ LENGTHS = {
 def test_products_read_what_was_written(monkeypatch, factors, dtype, V):
     """Not what is behind a row: a processor that reads on there multiplies it by zero."""
     monkeypatch.setattr(memory, "KEPT_FROM_BYTES", 0)
-    monkeypatch.setattr("bapo_kernels.core.head.head.SUM_BYTES", 0)  # chunks as asked for
+    monkeypatch.setattr(head_module, "SUM_BYTES", 0)  # chunks as asked for
     h, weight, bias, _ = operands(dtype, V)
     labels, advantages = torch.arange(n) % V, torch.tensor([1.0, -1, 0, 2, -2, 1, -1, 0, 1])
     old = linear_log_probs(h, weight, labels, bias=bias)[0] + 0.4 * advantages  # some undecided

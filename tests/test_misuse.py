@@ -33,6 +33,7 @@ from bapo_kernels import (
     reference,
     warm_up,
 )
+from bapo_kernels.core.arguments import single
 from bapo_kernels.core.call import Products
 from bapo_kernels.core.head.head import Head, HeadGradients
 from bapo_kernels.debug import check_inputs
@@ -491,7 +492,7 @@ MODES = dict(loss_agg_mode="token-mean"), dict(loss_agg_mode="seq-mean-token-mea
 @pytest.mark.parametrize("name", WRONG_OFFSETS)
 def test_wrong_offsets_make_the_loss_nan(backend, device, name, mode, monkeypatch):
     """On a GPU, where they are not read; here they are as unread."""
-    monkeypatch.setattr("bapo_kernels.core.arguments.single.is_readable", lambda offsets: False)
+    monkeypatch.setattr(single, "is_readable", lambda offsets: False)
     offsets = torch.tensor(WRONG_OFFSETS[name], device=device)
     case = make_case((9,), V, device=device, poison=False)
     A = torch.ones(len(offsets) - 1, device=device)

@@ -40,6 +40,7 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
+from bapo_kernels.core.head import head
 from bapo_kernels.tools.budget import Result
 
 
@@ -247,7 +248,7 @@ def test_broken_offsets(backend, device, of_poison, level, offsets):
 def test_fresh_memory_reaches_no_result(
     backend, device, dtype, entropy_coef, of_poison, monkeypatch
 ):
-    monkeypatch.setattr("bapo_kernels.core.head.head.SUM_BYTES", 0)  # chunks as asked for
+    monkeypatch.setattr(head, "SUM_BYTES", 0)  # chunks as asked for
     config = BAPOConfig(entropy_coef=entropy_coef)
     case, mask = case_with_sets((3, 8), 65, dtype, device, config=config, staleness=0.4)
     check_with_sets(case, mask, backend)

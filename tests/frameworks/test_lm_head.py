@@ -10,6 +10,7 @@ from helpers import EPS, assert_within_budget
 from parity import assert_gradients
 
 from bapo_kernels import BAPOConfig, linear_log_probs, reference
+from bapo_kernels import lora as our_lora
 from bapo_kernels.lm_head import LMHead
 from bapo_kernels.lora import _Adapted
 from bapo_kernels.tools.budget import in_some_orders, largest
@@ -162,7 +163,7 @@ def test_copy_of_the_head_that_peft_trains():
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
-    monkeypatch.setattr("bapo_kernels.lora._BLOCK", 7)
+    monkeypatch.setattr(our_lora, "_BLOCK", 7)
 
 
 def lora(**options):
@@ -424,7 +425,7 @@ def test_other_models_raise(make, parts):
 
 
 def test_sharded_lora_raises(monkeypatch):
-    monkeypatch.setattr("bapo_kernels.lora.is_dtensor", lambda weight: True)
+    monkeypatch.setattr(our_lora, "is_dtensor", lambda weight: True)
     with pytest.raises(ValueError, match=f"{RULE}.*with sharded weights"):
         LMHead.of(lora())
 

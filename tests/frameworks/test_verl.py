@@ -120,7 +120,7 @@ CLASS_FIELDS = [  # these fields have no meaning in another class
 def test_bad_fields_are_refused(fields, message, monkeypatch):
     """Where the config is made, or in the call if the config is of another class."""
     if "use_process_group" in message:
-        monkeypatch.setattr("bapo_kernels.integrations.verl._group", object())
+        monkeypatch.setattr(verl, "_group", object())
     with pytest.raises(ValueError, match=message):
         BAPOPolicyLossConfig(**fields)
     if (fields, message) in CLASS_FIELDS:

@@ -13,6 +13,7 @@ pytest.importorskip("verl")
 import verl_engine
 from omegaconf import OmegaConf
 from test_verl import actor, batch
+from verl.utils import device
 from verl_engine import LR, B, rollout, tiny_model
 
 from bapo_kernels import BAPOConfig, reference
@@ -77,7 +78,7 @@ def test_training(worlds, tmp_path, scope):
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr("verl.utils.device.get_device_name", lambda: "cpu")
+    monkeypatch.setattr(device, "get_device_name", lambda: "cpu")
 
 
 def engine_of(loss):

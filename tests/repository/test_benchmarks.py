@@ -14,8 +14,8 @@ from bapo_kernels.core import autograd, rows, tokens
 from bapo_kernels.core.arguments import prepare
 from bapo_kernels.core.head import sets
 from bapo_kernels.tools.budget import in_some_orders
+from benchmarks import __main__ as benchmarks
 from benchmarks import gate, records, run, targets, timing
-from benchmarks.__main__ import app
 from benchmarks.cases import DISTILLATION, HEAD, POLICIES, REAL, SAMPLING_MASK, Batch, Case
 from benchmarks.floor import floor
 from benchmarks.methods import Method, methods
@@ -115,8 +115,8 @@ def test_only_correct_methods_are_timed(tmp_path, monkeypatch):
     made = [Method(name, "logits", **options) for name, options in MADE_UP.items()]
     monkeypatch.setattr(run, "methods", lambda: iter(made))
     monkeypatch.setattr(timing.CPUClock, "SECONDS", 0.0)
-    monkeypatch.setattr("benchmarks.__main__.cpu_suite", lambda: iter([TIMED]))
-    result = CliRunner().invoke(app, ["run", "--out", str(tmp_path / "cpu.jsonl")])
+    monkeypatch.setattr(benchmarks, "cpu_suite", lambda: iter([TIMED]))
+    result = CliRunner().invoke(benchmarks.app, ["run", "--out", str(tmp_path / "cpu.jsonl")])
     assert result.exit_code == 0, result.output
     got = {record["method"]: record for record in records.load(tmp_path / "cpu.jsonl")}
     assert {method: record["status"] for method, record in got.items()} == {
