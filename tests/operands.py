@@ -8,12 +8,17 @@ from bapo_kernels import BAPOConfig
 from bapo_kernels.core.operators import FIELDS, SCHEMAS
 
 
+def names_of(operator):
+    """Of its arguments."""
+    return [argument.split()[-1] for argument in SCHEMAS[operator].split(", ")]
+
+
 def call(ops, operator, known=MappingProxyType({}), /, **given):
     """Calls an operator with what is given or else known, of which it takes what it has names for.
 
     What is neither is absent: ``None``, no fields of tokens, and the paper's options.
     """
-    names = [argument.split()[-1] for argument in SCHEMAS[operator].split(", ")]
+    names = names_of(operator)
     assert given.keys() <= {*names}, f"{operator} takes {names}"
     arguments = {"present": 0, "options": options_of(), **known, **given}
     getattr(ops, operator)(*map(arguments.get, names))

@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import exhaustive_unless, needs_native
+from operands import names_of
 from typer.testing import CliRunner
 
 import bapo_kernels
@@ -121,7 +122,7 @@ def test_cases_pass_on_every_backend(backend, device, interpreted):
 
 
 def wrong_operators(monkeypatch, **faults):
-    """Lets each of these operators do its work, and then its ``fault(*arguments)``."""
+    """Lets each of these operators do its work, and then changes the argument of this name."""
 
     class Wrong:
         def __init__(self, ops):
@@ -131,57 +132,50 @@ def wrong_operators(monkeypatch, **faults):
             op = getattr(self.ops, asked)
             if asked not in faults:
                 return op
-            return lambda *arguments: (op(*arguments), faults[asked](*arguments))
+            name, change = faults[asked]
+            place = names_of(asked).index(name)
+            return lambda *arguments: (op(*arguments), change(arguments[place]))
 
     for module in (rows, sets, tokens, autograd):
         ops_of = module.ops_of
         monkeypatch.setattr(module, "ops_of", lambda backend, ops_of=ops_of: Wrong(ops_of(backend)))
 
 
-def times(by, index):
-    """Multiplies an argument if it is given."""
-    return lambda *arguments: None if arguments[index] is None else arguments[index].mul_(by)
+def times(by):
+    return lambda x: None if x is None else x.mul_(by)
 
 
-def in_rows(index):
-    """``index``: in the row pass; without a gradient it has two results fewer."""
-    return dict(row_pass=times(1 + 1e-5, index), row_statistics=times(1 + 1e-5, index + 2))
-
-
-def add(amount, index, at=0):
-    return lambda *arguments: arguments[index].view(-1)[at].add_(amount)
-
-
-def nan_in_a_fresh_gradient(*arguments):
-    arguments[-1][0, 0, 0] = torch.nan
+def add(amount, at=0):
+    return lambda x: x.view(-1)[at].add_(amount)
 
 
 HIDDEN = {"bapo_linear_loss", "bapo_linear_loss, sets"}
 BOTH = {"V = 257", "packed", "sets", "log_probs", "log_probs, sets"}
 LOSSES = {"V = 257", "real rows", "cispo, bounds per token", *HIDDEN}
 SEARCHES = {"search, paper", "search, recipe"}
-FAULTS = {  # the operators, the quantity that is wrong, and some cases that must tell
-    "gradient": (dict(row_pass=times(1.01, -1)), "gradient", {"V = 257", "packed", "sapo"}),
-    "gradient in place": (dict(row_pass_=times(1.01, 0)), "gradient", {"inplace", "sets", *HIDDEN}),
-    "gradient of undecided rows": (dict(row_gradient_=times(1.1, 0)), "weight gradient", HIDDEN),
+# Operators, the argument that is changed, the quantity that is wrong, and cases that must tell.
+FAULTS = {
+    "gradient": ("row_pass", "dlogits", times(1.01), "gradient", {"V = 257", "packed", "sapo"}),
+    "in place": ("row_pass_", "logits", times(1.01), "gradient", {"inplace", "sets", *HIDDEN}),
+    "undecided rows": ("row_gradient_", "logits", times(1.1), "weight gradient", HIDDEN),
     "gradient of log_probs": (
-        *(dict(row_gradient=times(1.02, -1)), "gradient"),
+        *("row_gradient", "dlogits", times(1.02), "gradient"),
         {"log_probs", "log_probs, 64 labels per row", "ratio of sequences"},
     ),
-    "gradient of sets": (dict(scatter_sets=times(1.02, -1)), "gradient", {"sets"}),
+    "gradient of sets": ("scatter_sets", "dlogits", times(1.02), "gradient", {"sets"}),
     "weight gradient of sets": (
-        *(dict(sets_dweight=times(1.02, -2)), "weight gradient"),
+        *("sets_dweight", "dweight", times(1.02), "weight gradient"),
         {"bapo_linear_loss, sets"},
     ),
-    "NaN": (dict(row_pass=nan_in_a_fresh_gradient), "gradient", {"V = 257"}),
-    "log_probs": (in_rows(-5), "log_probs", BOTH),
-    "entropy": (in_rows(-4), "entropy", BOTH),
+    "NaN": ("row_pass", "dlogits", add(torch.nan), "gradient", {"V = 257"}),
+    "log_probs": ("row_pass row_statistics", "log_probs", times(1 + 1e-5), "log_probs", BOTH),
+    "entropy": ("row_pass row_statistics", "entropy", times(1 + 1e-5), "entropy", BOTH),
     "lower bound": (
-        *(dict.fromkeys(("solve", "search"), add(0.02, -2)), "bounds"),
+        *("solve search", "bounds", add(0.02), "bounds"),
         {"V = 257", *HIDDEN, *SEARCHES},
     ),
-    "loss": (dict(token_loss=add(1e-4, -5)), "loss", LOSSES),
-    "metric": (dict(token_loss=add(1e-3, -5, at=2)), "metric pg_clipfrac", LOSSES),
+    "loss": ("token_loss", "report", add(1e-4), "loss", LOSSES),
+    "metric": ("token_loss", "report", add(1e-3, at=2), "metric pg_clipfrac", LOSSES),
 }
 
 
@@ -191,8 +185,8 @@ FAULTS = {  # the operators, the quantity that is wrong, and some cases that mus
     "name", exhaustive_unless({"gradient", "loss", "lower bound"}.__contains__, FAULTS)
 )
 def test_a_wrong_kernel_is_found(monkeypatch, name):
-    faults, quantity, cases = FAULTS[name]
-    wrong_operators(monkeypatch, **faults)
+    operators, argument, change, quantity, cases = FAULTS[name]
+    wrong_operators(monkeypatch, **dict.fromkeys(operators.split(), (argument, change)))
     checks = validate.run("cpu", ["cpu"], short)
     failed = [c for c in checks if not c.passed and c.dtype != "float16"]  # made in backward
     assert {check.case for check in failed if check.quantity == quantity} >= cases
@@ -203,7 +197,7 @@ def test_a_wrong_kernel_is_found(monkeypatch, name):
 def test_different_bits_in_a_second_run_are_found(monkeypatch):
     """The fault changes the last bit of the loss on every second call."""
     factors = itertools.cycle([1, 1 + 2.0**-23])
-    wrong_operators(monkeypatch, token_loss=lambda *a: a[-5][:1].mul_(next(factors)))
+    wrong_operators(monkeypatch, token_loss=("report", lambda x: x[:1].mul_(next(factors))))
     failed = [check for check in validate.run("cpu", ["cpu"], short) if not check.passed]
     assert {check.quantity for check in failed} == {"second run"}
     assert {check.case for check in failed} >= LOSSES - HIDDEN
@@ -212,10 +206,11 @@ def test_different_bits_in_a_second_run_are_found(monkeypatch):
 @pytest.mark.slow
 @needs_native
 def test_a_kernel_that_raises_fails_its_check_and_no_other(monkeypatch, tmp_path):
-    def out_of_memory(*arguments):
+    def out_of_memory(entropy):
         raise RuntimeError("out of [some] memory")
 
-    wrong_operators(monkeypatch, row_pass=out_of_memory, row_statistics=out_of_memory)
+    fault = "entropy", out_of_memory
+    wrong_operators(monkeypatch, row_pass=fault, row_statistics=fault)
     tasks = short(validate.tasks("cpu", "cpu"))
     monkeypatch.setattr(validate, "tasks", lambda *_: tasks)
     done, report = validate_cpu(tmp_path, "--limit", "0")
