@@ -1,7 +1,7 @@
 """The operators on sampling masks: cases, what each must make of them in float64, and the tests.
 
-A file that has them run defines two fixtures: ``ops``, the operators of ``operators.SCHEMAS`` for
-CPU tensors, and ``schedules``, which are the same, once for each order of threads to be tried.
+A file that imports the tests has a fixture ``ops``: the operators of ``operators.SCHEMAS`` for CPU
+tensors, with ``sizes`` for the tests. They set its ``seed``, that of an emulated GPU's schedule.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from accuracy import assert_rounded, assert_sums, assert_within_budget
+from cuda_on_host.emulated import SEEDS
 from operands import call, tokens_of
 from torch import Tensor
 from torch.nn.functional import pad
@@ -110,24 +111,11 @@ def random_sets(sizes=SIZES, V=None, shard=None):
     return Sets(torch.cat(ids).int(), offsets, V, shard)
 
 
-HEAD_SIZES = (0, 1, 2, 31, 32, 33, 5, 0, 70, 130, 64, 3, 7, 4)  # products are slow here
-
-
-# Those from 8,192 on are shared among the warps of a block.
-WHOLE = (9_001, 8_192, 8_200)
-# Those from 512 on are shared among blocks, in pieces of 256 of which the last has the rest.
-LONG = (511, 512, 767, 1_100)
-
-
-def long_sets(long=LONG):
-    return random_sets((3, *long, 0, 2))
-
-
-def popular_ids(long=LONG):
-    """An id in as many sets."""
-    ids = (torch.arange(max(long))[:, None] < torch.tensor(long)).nonzero()
-    offsets = torch.searchsorted(ids[:, 0].contiguous(), torch.arange(max(long) + 1))
-    return Sets(ids[:, 1].int(), offsets, V=len(long) + 1)
+def popular_ids(counts):
+    """Ids, each in as many sets."""
+    ids = (torch.arange(max(counts))[:, None] < torch.tensor(counts)).nonzero()
+    offsets = torch.searchsorted(ids[:, 0].contiguous(), torch.arange(max(counts) + 1))
+    return Sets(ids[:, 1].int(), offsets, V=len(counts) + 1)
 
 
 # One place at a time, and what it has instead; None is the id before.
@@ -607,222 +595,245 @@ def check_broken(ops, which, at, value, overlap=False):
         check_head_pass(ops, sets, head, ALL, True)
 
 
+class Sizes(NamedTuple):
+    """Of sets and of what else the tests take."""
+
+    rows: tuple = SIZES
+    of_head: tuple = (0, 1, 2, 31, 32, 33, 5, 0, 70, 130, 64, 3, 7, 4)  # products are slow here
+    # Those from 512 on are shared among blocks, in pieces of 256 of which the last has the rest.
+    long: tuple = (511, 512, 767, 1_100)
+    popular: tuple = (511, 512, 767, 1_100)
+    whole: tuple = (9_001, 8_192, 8_200)  # those from 8,192 on: among the warps of a block
+    vocab: int = 4_300
+    H: int = 520  # more than a block adds of parts
+    flags: tuple = ADD_AND_BIAS
+    flags_of_no_row: tuple = ADD_AND_BIAS
+
+
 # Elements of a hidden state, and the margin of its memory: several slices of a row, and a part of a
 # vector.
 SHORT = (72, 0), (65, 1), (3, 1)
-of_dtype = pytest.mark.parametrize("dtype", DTYPES)
+of_short_heads = pytest.mark.parametrize(
+    "head", [(of, *x) for of in DTYPES for x in SHORT], ids=str
+)
+of_heads = pytest.mark.parametrize(
+    "head", [(of, *x) for of in DTYPES for x in (*SHORT, (1_104, 8))], ids=str
+)
 
 
-class OperatorTests:
-    """Those that every backend has to pass, with sets of these sizes and with these heads."""
+def test_positions_of_labels(ops):
+    check_find_labels(ops, random_sets(), labels_of(random_sets()))
+    for rows in (1, 128, 150):
+        sets = random_sets([k % 6 for k in range(rows)], V=8)
+        check_find_labels(ops, sets, (7 * torch.arange(rows)) % 12 - 2)
+    sets = random_sets((4, 0, 9, 40), V=60)
+    check_find_labels(ops, sets, torch.arange(-100, 62).repeat(4, 1))
 
-    sizes, head_sizes, long, whole, vocab = SIZES, HEAD_SIZES, LONG, WHOLE, 4_300
-    heads = tuple(product(DTYPES, (*SHORT, (1_104, 8))))
-    short_heads = tuple(product(DTYPES, SHORT))
-    popular, columns = LONG, 520  # more than a block adds of parts
-    flags, flags_of_no_row = ADD_AND_BIAS, ADD_AND_BIAS
 
-    def pytest_generate_tests(self, metafunc):
-        for name, heads in (("head", self.heads), ("short_head", self.short_heads)):
-            if name in metafunc.fixturenames:
-                metafunc.parametrize(name, [(dtype, *of) for dtype, of in heads], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shard", [None, (0, 300), (400, 300), (1_000, 300)])
+def test_sets_of_logits(ops, dtype, shard):
+    check_move(ops, random_sets(ops.sizes.rows, shard=shard), dtype)
 
-    def test_positions_of_labels(self, ops):
-        check_find_labels(ops, random_sets(), labels_of(random_sets()))
-        for rows in (1, 128, 150):
-            sets = random_sets([k % 6 for k in range(rows)], V=8)
-            check_find_labels(ops, sets, (7 * torch.arange(rows)) % 12 - 2)
-        for size in (1, 2, 3, 31, 32, 600):  # the first place, one in the middle and the last
-            sets = random_sets([size] * 3, V=700)
-            labels = sets.token_ids.view(3, size)[[0, 1, 2], [0, size // 2, -1]]
-            check_find_labels(ops, sets, labels.long())
-        sets = random_sets((4, 0, 9, 40), V=60)
-        check_find_labels(ops, sets, torch.arange(-100, 62).repeat(4, 1))
 
-    @of_dtype
-    @pytest.mark.parametrize("shard", [None, (0, 300), (400, 300), (1_000, 300)])
-    def test_sets_of_logits(self, ops, dtype, shard):
-        check_move(ops, random_sets(self.sizes, shard=shard), dtype)
+@pytest.mark.parametrize(
+    ("bounds", "options"),
+    [*product([None], OPTIONS), *product([(0.65, 1.4)], ["plain", "all options"])],
+)
+def test_passes_over_sets(ops, options, bounds):
+    sets = random_sets(ops.sizes.rows)
+    case = Pass(sets, values_of(sets), *OPTIONS[options], bounds)
+    for ops.seed in SEEDS:
+        assert check_pass(ops, case).sum() == (4 if bounds is None else 0)
 
-    @pytest.mark.parametrize(
-        ("bounds", "options"),
-        [*product([None], OPTIONS), *product([(0.65, 1.4)], ["plain", "all options"])],
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize(
+    ("config", "own_bounds"), [(EVERYTHING, False), (OF_LOSS, True)], ids=["everything", "loss"]
+)
+def test_surrogates(ops, surrogate, config, own_bounds):
+    sets, dual_clip = random_sets(ops.sizes.rows), 3.0 if surrogate == "clip" else None
+    config = replace(config, surrogate=surrogate, clip_ratio_c=dual_clip)
+    case = Pass(sets, values_of(sets), config, own_bounds=own_bounds)
+    assert check_pass(ops, case).any() == (surrogate != "sapo" and not own_bounds)
+
+
+@pytest.mark.parametrize("name", BROKEN_IDS)
+def test_broken_ids(ops, name):
+    check_broken(ops, "token_ids", *BROKEN_IDS[name])
+
+
+@pytest.mark.parametrize("name", BROKEN_OFFSETS)
+def test_broken_offsets(ops, name):
+    check_broken(ops, "offsets", *BROKEN_OFFSETS[name], overlap=name == "falling")
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_sets_in_shards(ops, options):
+    """An id of another rank is forbidden here, and has no gradient; others have that of all."""
+    whole = random_sets(ops.sizes.rows)
+    shard = whole._replace(shard=(400, 300))
+    values = values_of(whole)
+    here = values_of(shard).isfinite()
+    parts = torch.where(here, values, -torch.inf)
+    check_statistics(ops, Pass(shard, parts, *OPTIONS[options]))
+
+    case = Pass(whole, values, *OPTIONS[options])
+    known = case.known | check_statistics(ops, case)
+    known |= zip(("dlog_probs", "dentropy"), case.decisions(torch.float64)[1:], strict=True)
+    gradients = [left(whole.K) for _ in "12"]
+    for logits, dlogits in zip((values, parts), gradients, strict=True):
+        call(ops, "row_gradient", known, logits=logits, dlogits=dlogits)
+    finite = torch.stack(gradients).isfinite().all(0)
+    assert finite[here].any()
+    expected = torch.where(here, gradients[0], 0.0)
+    assert torch.equal(gradients[1][finite], expected[finite])
+
+
+@pytest.mark.parametrize("size", [2, 33, 1_100])
+@pytest.mark.parametrize("gap", [6.9, 16.0])
+def test_gradient_at_a_likely_label(ops, size, gap):
+    """1 - p keeps its digits."""
+    values = torch.full((size,), -torch.inf)
+    values[size // 2 - 1], values[size // 2] = 0.0, gap
+    case = Pass(Sets(torch.arange(size).int(), torch.tensor([0, size]), size), values, PLAIN)
+    case.old, case.A, case.weights = None, torch.ones(1), torch.ones(1).double()
+    case.positions, got = torch.tensor([size // 2]), values.clone()
+    run_pass(ops, "row_pass_", case.known, logits=got)
+    expected = values.double().softmax(0)
+    expected[size // 2] = -expected[size // 2 - 1]
+    assert_rounded(got, expected, gap + 4)  # exponent, exp, sum, quotient, and the last one
+
+
+def test_sets_of_a_whole_vocabulary(ops):
+    """Sums of many terms are as accurate as those of few."""
+    sets = random_sets((3, *ops.sizes.whole))
+    case = Pass(sets, values_of(sets), BAPOConfig(entropy_coef=0.01))
+    for ops.seed in SEEDS:
+        assert check_pass(ops, case)[1], "its gradient is the work of another operator"
+    check_move(ops, sets, torch.bfloat16)
+    broken = sets._replace(offsets=sets.offsets.clone())
+    broken.offsets[1] = -3
+    check_statistics(ops, Pass(broken, case.values, PLAIN))
+    head = head_of(sets, torch.float32, 8)
+    check_dhidden(ops, sets, head | dict(weight=head["weight"].abs()), torch.float32)
+
+
+@of_heads
+def test_products_with_the_head(ops, head):
+    for ops.seed, shard in product(SEEDS, (None, (40, 50))):
+        sets = random_sets(ops.sizes.of_head, shard=shard)
+        operands = head_of(sets, *head)
+        check_multiply(ops, sets, operands)
+        for kind in {head[0], torch.float32}:
+            check_dhidden(ops, sets, operands, kind)
+
+
+@of_heads
+def test_gradient_of_the_head_from_sets(ops, head):
+    sets = random_sets(ops.sizes.of_head)
+    for ops.seed, kind in product(SEEDS, {head[0], torch.float32}):
+        check_dweight(ops, sets, head_of(sets, *head), kind, flags=ops.sizes.flags)
+
+
+def test_columns_most_of_which_are_in_no_set(ops):
+    """Of those of a block several are in one: these lie 4,096 apart."""
+    ids = torch.arange(0, ops.sizes.vocab - 1, 64)
+    sets = Sets(torch.cat([ids, ids + 1, ids]).int(), len(ids) * torch.arange(4), ops.sizes.vocab)
+    check_dweight(
+        ops, sets, head_of(sets, torch.float32, 8), torch.float32, flags=ADD_AND_BIAS[1::2]
     )
-    def test_passes_over_sets(self, schedules, options, bounds):
-        sets = random_sets(self.sizes)
-        case = Pass(sets, values_of(sets), *OPTIONS[options], bounds)
-        for ops in schedules:
-            assert check_pass(ops, case).sum() == (4 if bounds is None else 0)
 
-    @pytest.mark.parametrize("surrogate", SURROGATES)
-    @pytest.mark.parametrize(
-        ("config", "own_bounds"), [(EVERYTHING, False), (OF_LOSS, True)], ids=["everything", "loss"]
-    )
-    def test_surrogates(self, ops, surrogate, config, own_bounds):
-        sets, dual_clip = random_sets(self.sizes), 3.0 if surrogate == "clip" else None
-        config = replace(config, surrogate=surrogate, clip_ratio_c=dual_clip)
-        case = Pass(sets, values_of(sets), config, own_bounds=own_bounds)
-        assert check_pass(ops, case).any() == (surrogate != "sapo" and not own_bounds)
 
-    @pytest.mark.parametrize("name", BROKEN_IDS)
-    def test_broken_ids(self, ops, name):
-        check_broken(ops, "token_ids", *BROKEN_IDS[name])
+@of_short_heads
+def test_long_sets_and_popular_ids(ops, head):
+    sets, popular = random_sets((3, *ops.sizes.long, 0, 2)), popular_ids(ops.sizes.popular)
+    operands = head_of(sets, *head)
+    for ops.seed in SEEDS:
+        check_multiply(ops, sets, operands)
+        check_head_pass(ops, sets, operands, PLAIN)
+        check_dhidden(ops, sets, operands, head[0])
+        check_dweight(ops, popular, head_of(popular, *head), head[0])
 
-    @pytest.mark.parametrize("name", BROKEN_OFFSETS)
-    def test_broken_offsets(self, ops, name):
-        check_broken(ops, "offsets", *BROKEN_OFFSETS[name], overlap=name == "falling")
 
-    @pytest.mark.parametrize("options", OPTIONS)
-    def test_sets_in_shards(self, ops, options):
-        """An id of another rank is forbidden here, and has no gradient; others have that of all."""
-        whole = random_sets(self.sizes)
-        shard = whole._replace(shard=(400, 300))
-        values = values_of(whole)
-        here = values_of(shard).isfinite()
-        parts = torch.where(here, values, -torch.inf)
-        check_statistics(ops, Pass(shard, parts, *OPTIONS[options]))
+def test_segments_that_break_their_rules(ops):
+    sets = random_sets(ops.sizes.of_head)
+    given = segments_of(sets)
+    given["order"][[3, 40, 50]] = torch.tensor([-1, sets.K, sets.K + 9])
+    given["rows"][5:8], given["rows"][20:24], given["rows"][60:64] = -1, sets.N, 2**31 - 1
+    given["segments"][[0, 7, -1]] = torch.tensor([-5, 1 << 40, sets.K + 9])
+    head, flags = head_of(sets, torch.float32, 72), ops.sizes.flags_of_no_row
+    check_dweight(ops, sets, head, torch.float32, given, flags)
 
-        case = Pass(whole, values, *OPTIONS[options])
-        known = case.known | check_statistics(ops, case)
-        known |= zip(("dlog_probs", "dentropy"), case.decisions(torch.float64)[1:], strict=True)
-        gradients = [left(whole.K) for _ in "12"]
-        for logits, dlogits in zip((values, parts), gradients, strict=True):
-            call(ops, "row_gradient", known, logits=logits, dlogits=dlogits)
-        finite = torch.stack(gradients).isfinite().all(0)
-        assert finite[here].any()
-        expected = torch.where(here, gradients[0], 0.0)
-        assert torch.equal(gradients[1][finite], expected[finite])
 
-    @pytest.mark.parametrize("size", [2, 33, 1_100])
-    @pytest.mark.parametrize("gap", [6.9, 16.0])
-    def test_gradient_at_a_likely_label(self, ops, size, gap):
-        """1 - p keeps its digits."""
-        values = torch.full((size,), -torch.inf)
-        values[size // 2 - 1], values[size // 2] = 0.0, gap
-        case = Pass(Sets(torch.arange(size).int(), torch.tensor([0, size]), size), values, PLAIN)
-        case.old, case.A, case.weights = None, torch.ones(1), torch.ones(1).double()
-        case.positions, got = torch.tensor([size // 2]), values.clone()
-        run_pass(ops, "row_pass_", case.known, logits=got)
-        p = values.double().softmax(0)
-        expected = p.clone()
-        expected[size // 2] = -p[size // 2 - 1]
-        assert_rounded(got, expected, gap + 4)  # exponent, exp, sum, quotient, and the last one
+@of_heads
+def test_the_pass_from_hidden_states(ops, head):
+    sets = random_sets(ops.sizes.of_head)
+    for ops.seed, options in product(SEEDS, ((PLAIN, False), (ALL, True))):
+        assert check_head_pass(ops, sets, head_of(sets, *head), *options).any()
 
-    def test_sets_of_a_whole_vocabulary(self, schedules):
-        """Sums of many terms are as accurate as those of few."""
-        sets = random_sets((3, *self.whole))
-        case = Pass(sets, values_of(sets), BAPOConfig(entropy_coef=0.01))
-        for ops in schedules:
-            assert check_pass(ops, case)[1], "its gradient is the work of another operator"
-        check_move(ops, sets, torch.bfloat16)
-        broken = sets._replace(offsets=sets.offsets.clone())
-        broken.offsets[1] = -3
-        check_statistics(ops, Pass(broken, case.values, PLAIN))
-        head = head_of(sets, torch.float32, 8)
-        check_dhidden(ops, sets, head | dict(weight=head["weight"].abs()), torch.float32)
 
-    def test_products_with_the_head(self, schedules, head):
-        for ops, shard in product(schedules, (None, (40, 50))):
-            sets = random_sets(self.head_sizes, shard=shard)
-            operands = head_of(sets, *head)
-            check_multiply(ops, sets, operands)
-            for kind in {head[0], torch.float32}:
-                check_dhidden(ops, sets, operands, kind)
+@pytest.mark.parametrize(("is_whole", "H"), [(False, 520), (True, 3)])
+def test_a_row_of_sets_alone_has_the_bits_of_a_batch(ops, is_whole, H):
+    sizes = (ops.sizes.whole[0],) if is_whole else ops.sizes.long
+    sets = random_sets((3, 0, *sizes, 2))
+    head = head_of(sets, torch.bfloat16, H)
 
-    def test_gradient_of_the_head_from_sets(self, schedules, head):
-        sets = random_sets(self.head_sizes)
-        for ops, kind in product(schedules, {head[0], torch.float32}):
-            check_dweight(ops, sets, head_of(sets, *head), kind, flags=self.flags)
+    def everything(sets, rows):
+        """Values, their statistics, and gradients of hidden states, as if from these values."""
+        of_rows = head | dict(hidden=head["hidden"][rows])
+        counted, dhidden = torch.ones(sets.N, dtype=torch.bool), left(sets.N, H)
+        values, results = multiply(ops, sets, of_rows, counted), results_of(sets.N)
+        known = sets.known | dict(counted=counted, labels=torch.zeros(sets.N).long())
+        call(ops, "row_statistics", known, logits=values, **results)
+        call(ops, "sets_dhidden", known | of_rows, dvalues=values, dhidden=dhidden)
+        return values, *results.values(), dhidden
 
-    def test_columns_most_of_which_are_in_no_set(self, ops):
-        """Of those of a block several are in one: these lie 4,096 apart."""
-        ids = torch.arange(0, self.vocab - 1, 64)
-        sets = Sets(torch.cat([ids, ids + 1, ids]).int(), len(ids) * torch.arange(4), self.vocab)
-        head = head_of(sets, torch.float32, 8)
-        check_dweight(ops, sets, head, torch.float32, flags=ADD_AND_BIAS[1::2])
+    together = everything(sets, slice(None))
+    assert_same(together, everything(sets, slice(None)))
+    for n in range(sets.N):
+        ids = sets.token_ids[sets.of_row(n)].clone()
+        alone = Sets(ids, torch.tensor([0, len(ids)]), sets.V)
+        values, *others = everything(alone, slice(n, n + 1))
+        assert torch.equal(values, together[0][sets.of_row(n)])
+        for one, all_rows in zip(others, together[1:], strict=True):
+            assert torch.equal(one[0], all_rows[n])
 
-    def test_long_sets_and_popular_ids(self, schedules, short_head):
-        sets, popular = long_sets(self.long), popular_ids(self.popular)
-        operands = head_of(sets, *short_head)
-        for ops in schedules:
-            check_multiply(ops, sets, operands)
-            check_head_pass(ops, sets, operands, PLAIN)
-            check_dhidden(ops, sets, operands, short_head[0])
-            check_dweight(ops, popular, head_of(popular, *short_head), short_head[0])
 
-    def test_segments_that_break_their_rules(self, ops):
-        sets = random_sets(self.head_sizes)
-        given = segments_of(sets)
-        given["order"][[3, 40, 50]] = torch.tensor([-1, sets.K, sets.K + 9])
-        given["rows"][5:8], given["rows"][20:24], given["rows"][60:64] = -1, sets.N, 2**31 - 1
-        given["segments"][[0, 7, -1]] = torch.tensor([-5, 1 << 40, sets.K + 9])
-        operands = head_of(sets, torch.float32, 72)
-        check_dweight(ops, sets, operands, torch.float32, given, self.flags_of_no_row)
+def test_a_column_alone_has_the_bits_of_a_batch(ops):
+    sets, H = popular_ids(ops.sizes.popular), ops.sizes.H
+    hidden, dvalues = head_of(sets, torch.float32, H)["hidden"], rand(sets.K, seed=8)
+    order, rows, segments = segments_of(sets).values()
 
-    def test_the_pass_from_hidden_states(self, schedules, head):
-        sets = random_sets(self.head_sizes)
-        for ops, options in product(schedules, ((PLAIN, False), (ALL, True))):
-            assert check_head_pass(ops, sets, head_of(sets, *head), *options).any()
+    def gradient(order, rows, segments):
+        dweight, dbias = torch.zeros(len(segments) - 1, H), torch.zeros(len(segments) - 1)
+        known = dict(order=torch.arange(len(order)), rows=rows, segments=segments, add=False)
+        given = dict(dvalues=dvalues[order], hidden=hidden, dweight=dweight, dbias=dbias)
+        call(ops, "sets_dweight", known, **given)
+        return torch.cat([dweight, dbias[:, None]], 1)
 
-    @pytest.mark.parametrize(("is_whole", "H"), [(False, 520), (True, 3)])
-    def test_a_row_of_sets_alone_has_the_bits_of_a_batch(self, ops, is_whole, H):
-        sets = random_sets((3, 0, self.whole[0])) if is_whole else long_sets(self.long)
-        head = head_of(sets, torch.bfloat16, H)
+    whole = gradient(order, rows, segments)
+    others_elsewhere = gradient(order, rows, segments[1:].clone())
+    assert torch.equal(others_elsewhere, whole[1:])
+    for v in range(sets.V):
+        begin, end = segments[v : v + 2].tolist()
+        given = order[begin:end], rows[begin:end].clone(), torch.tensor([0, end - begin])
+        assert torch.equal(gradient(*given)[0], whole[v])
+        terms = dvalues[order[begin:end], None].double() * hidden[rows[begin:end].long()]
+        assert_sums(whole[v, :-1], terms.sum(0), end - begin, of=terms.abs().sum(0))
 
-        def everything(sets, rows):
-            """Values, their statistics, and gradients of hidden states, as if from these values."""
-            of_rows = head | dict(hidden=head["hidden"][rows])
-            counted, dhidden = torch.ones(sets.N, dtype=torch.bool), left(sets.N, H)
-            values, results = multiply(ops, sets, of_rows, counted), results_of(sets.N)
-            known = sets.known | dict(counted=counted, labels=torch.zeros(sets.N).long())
-            call(ops, "row_statistics", known, logits=values, **results)
-            call(ops, "sets_dhidden", known | of_rows, dvalues=values, dhidden=dhidden)
-            return values, *results.values(), dhidden
 
-        together = everything(sets, slice(None))
-        assert_same(together, everything(sets, slice(None)))
-        for n in range(0, sets.N, 2):
-            ids = sets.token_ids[sets.of_row(n)].clone()
-            alone = Sets(ids, torch.tensor([0, len(ids)]), sets.V)
-            values, *others = everything(alone, slice(n, n + 1))
-            assert torch.equal(values, together[0][sets.of_row(n)])
-            for one, all_rows in zip(others, together[1:], strict=True):
-                assert torch.equal(one[0], all_rows[n])
-
-    def test_a_column_alone_has_the_bits_of_a_batch(self, ops):
-        sets, H = popular_ids(self.popular), self.columns
-        hidden, dvalues = head_of(sets, torch.float32, H)["hidden"], rand(sets.K, seed=8)
-        order, rows, segments = segments_of(sets).values()
-
-        def gradient(order, rows, segments):
-            dweight, dbias = torch.zeros(len(segments) - 1, H), torch.zeros(len(segments) - 1)
-            known = dict(order=torch.arange(len(order)), rows=rows, segments=segments, add=False)
-            given = dict(dvalues=dvalues[order], hidden=hidden, dweight=dweight, dbias=dbias)
-            call(ops, "sets_dweight", known, **given)
-            return torch.cat([dweight, dbias[:, None]], 1)
-
-        whole = gradient(order, rows, segments)
-        others_elsewhere = gradient(order, rows, segments[1:].clone())
-        assert torch.equal(others_elsewhere, whole[1:])
-        for v in range(sets.V):
-            begin, end = segments[v : v + 2].tolist()
-            given = order[begin:end], rows[begin:end].clone(), torch.tensor([0, end - begin])
-            assert torch.equal(gradient(*given)[0], whole[v])
-            terms = dvalues[order[begin:end], None].double() * hidden[rows[begin:end].long()]
-            assert_sums(whole[v, :-1], terms.sum(0), end - begin, of=terms.abs().sum(0))
-
-    def test_no_rows_no_sets_no_elements(self, ops):
-        sets = Sets(torch.zeros(0).int(), torch.zeros(1).long(), 10)
-        for some in (sets, sets._replace(offsets=torch.zeros(4).long())):
-            head = head_of(some, torch.float32, 8)
-            check_move(ops, some, torch.float32)
-            check_pass(ops, Pass(some, torch.zeros(0), PLAIN))
-            check_head_pass(ops, some, head, PLAIN)
-            check_dweight(ops, some, head, torch.float32)
-        sets = random_sets((2, 3), V=6)
-        check_dweight(ops, sets, head_of(sets, torch.float32, 0), torch.float32)
-        sets = popular_ids()  # none of which is in this shard
-        known = segments_of(sets)
-        given = dict(dvalues=torch.zeros(sets.K), hidden=torch.zeros(sets.N, 8), add=False)
-        given |= dict(segments=known["segments"][:1], dweight=torch.zeros(0, 8))
-        call(ops, "sets_dweight", known, **given, dbias=torch.zeros(0))
+def test_no_rows_no_sets_no_elements(ops):
+    sets = Sets(torch.zeros(0).int(), torch.zeros(1).long(), 10)
+    for some in (sets, sets._replace(offsets=torch.zeros(4).long())):
+        head = head_of(some, torch.float32, 8)
+        check_move(ops, some, torch.float32)
+        check_pass(ops, Pass(some, torch.zeros(0), PLAIN))
+        check_head_pass(ops, some, head, PLAIN)
+        check_dweight(ops, some, head, torch.float32)
+    sets = random_sets((2, 3), V=6)
+    check_dweight(ops, sets, head_of(sets, torch.float32, 0), torch.float32)
+    given = segments_of(sets)  # none of whose columns is in this shard
+    given |= dict(dvalues=torch.zeros(sets.K), hidden=torch.zeros(sets.N, 8), add=False)
+    given |= dict(segments=given["segments"][:1], dweight=torch.zeros(0, 8), dbias=torch.zeros(0))
+    call(ops, "sets_dweight", given)

@@ -6,11 +6,12 @@ import pytest
 import set_operators as cases
 import torch
 from cuda_on_host.build import NVCC
-from cuda_on_host.emulated import DEVICES, SEEDS
+from cuda_on_host.emulated import DEVICES
 from cuda_on_host.library import Counted
 from far_apart import check_far_apart
 from helpers import exhaustive_unless, needs_native, per_token
 from launches import LAUNCHES
+from set_operators import *  # noqa: F403 - its tests
 from test_linear import CONFIGS, build, check, problem, staleness_of
 from test_loss import case_of
 
@@ -26,21 +27,8 @@ pytestmark = [
 
 @pytest.fixture
 def ops(on_host, library):
+    library.sizes = cases.Sizes()
     return library
-
-
-@pytest.fixture
-def schedules(ops):
-    def each():
-        for seed in SEEDS:
-            ops.seed = seed
-            yield ops
-
-    return each()
-
-
-class TestOperators(cases.OperatorTests):
-    pass
 
 
 def test_launches_of_sets(on_host, library):

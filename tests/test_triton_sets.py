@@ -7,6 +7,7 @@ from accuracy import assert_sums
 from far_apart import FRONT, check_far_apart
 from helpers import DEVICES, INTERPRETED, KERNELS, PTX
 from operands import call
+from set_operators import *  # noqa: F403 - its tests
 from set_operators import Sets, check_dhidden, check_move, check_multiply, left, rand
 from torch import nan
 from torch.nn.functional import pad
@@ -24,6 +25,11 @@ if INTERPRETED:
 
 class OnDevice:
     """The operators, for CPU tensors: their memory is copied to the device, and back."""
+
+    sizes = cases.Sizes(flags_of_no_row=cases.ADD_AND_BIAS[::2])  # such a value reaches the bias
+    if INTERPRETED:  # where a row takes milliseconds
+        sizes = sizes._replace(rows=cases.FEW_IDS, of_head=(0, 1, 2, 33, 5, 0, 70, 3), H=8)
+        sizes = sizes._replace(long=(70, 130), popular=(511, 512, 800), whole=(2_001,), vocab=300)
 
     def __getattr__(self, name):
         def run(*arguments):
@@ -58,21 +64,6 @@ def test_operands_beyond_32_bits():
 @pytest.fixture
 def ops():
     return OnDevice()
-
-
-@pytest.fixture
-def schedules(ops):
-    return [ops]
-
-
-class TestOperators(cases.OperatorTests):
-    flags_of_no_row = cases.ADD_AND_BIAS[::2]  # a value of no row reaches the bias
-    if INTERPRETED:  # where a row takes milliseconds: every dtype and every length once
-        sizes, head_sizes, long = cases.FEW_IDS, (0, 1, 2, 33, 5, 0, 70, 3), (70, 130)
-        whole, vocab = (2_001,), 300
-        heads = *zip(cases.DTYPES, cases.SHORT, strict=True), (torch.bfloat16, (520, 8))
-        popular, columns, flags = (511, 512, 800), 8, cases.ADD_AND_BIAS[1:3]
-        short_heads = heads[:1]
 
 
 def test_programs_that_stride_over_rows_find_every_wanted_one(ops):
