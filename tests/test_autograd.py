@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from accuracy import assert_as_reference, assert_rounded, assert_same, inputs_of
 from helpers import Result, make_case, plain_result, run_kernel, unmasked_tokens
+from torch import Tensor
 
 import bapo_kernels
 from bapo_kernels import bapo_loss, bapo_loss_from_log_probs, log_probs, reference
@@ -61,6 +61,22 @@ def test_log_probs_and_entropy_with_a_gradient(backend, device, level):
     assert_as_reference(got, expected, dtype, names=["gradient"], inputs=inputs_of(case))
 
 
+def changed(logits):
+    """To those of the next micro-batch."""
+    with torch.no_grad():
+        return logits.mul_(2).sum()
+
+
+OVERWRITTEN = "overwritten with their gradient"
+USES = {  # of logits that are overwritten: of what, when, and the error
+    "logits": (Tensor.sum, "after", OVERWRITTEN),
+    "base": (Tensor.sum, "after", OVERWRITTEN),
+    "view": (Tensor.sum, "after", OVERWRITTEN),
+    "saved": (lambda logits: logits.square().sum(), "before", "modified by an inplace operation"),
+    "changed": (changed, "after", r"logits .*inplace=True.* were changed"),
+}
+
+
 class TestInPlace:
     def problem(self, device, dtype=torch.float32):
         """A linear layer, its input, and a batch near the policy of its logits."""
@@ -72,18 +88,20 @@ class TestInPlace:
         case.old_log_probs = logp + 0.3 * torch.randn_like(logp)
         return linear, hidden, case
 
-    @pytest.mark.parametrize("scale", [1.0, 0.5])
+    # By the incoming gradient, and by that of an earlier use that has saved nothing.
+    @pytest.mark.parametrize(("scale", "earlier"), [(1.0, 0.0), (0.5, 0.0), (1.0, 1e-3)])
     @pytest.mark.parametrize("rows", [slice(None), slice(0, -1)])  # whole, and a view of a base
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # forward, backward
-    def test_gradient_through_a_linear_layer(self, backend, device, rows, scale, dtype):
+    def test_gradient_through_a_linear_layer(self, backend, device, rows, scale, earlier, dtype):
         linear, hidden, case = self.problem(device, dtype)
         arguments = [a[:, rows] for a in case.arguments()]
         gradients = []
         for inplace in (False, True):
             linear.zero_grad()
             logits = linear(hidden)[:, rows]
+            before = earlier * logits.sum()
             out = bapo_loss(logits, *arguments, backend=backend, inplace=inplace)
-            (out.loss * scale).backward()
+            (out.loss * scale + before).backward()
             gradients.append(linear.weight.grad.clone())
         assert_same(*gradients, "weight gradient")
 
@@ -118,31 +136,19 @@ class TestInPlace:
             assert_same(Result(out, (logits,)), expected)
             assert logits.is_inference() or logits._version > 0
 
-    def test_later_use_of_the_memory_raises(self, backend, device):
-        linear, hidden, case = self.problem(device)
-        arguments = [a[:1] for a in case.arguments()]
-        for used in ("logits", "base", "view"):
-            base = linear(hidden)
-            view, logits = base[:1], base[:1]
-            loss = bapo_loss(logits, *arguments, backend=backend, inplace=True).loss
-            with pytest.raises(RuntimeError, match="overwritten with their gradient"):
-                (loss + dict(logits=logits, base=base, view=view)[used].sum()).backward()
-
-    def test_earlier_use_of_the_logits(self, backend, device):
-        """One that saved them raises; one that did not has its gradient."""
-        linear, hidden, case = self.problem(device)
-        gradients = []
-        for inplace in (False, True):
-            logits = linear(hidden)
-            before = logits.sum()
-            out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=inplace)
-            gradients.append(torch.autograd.grad(out.loss + before, linear.weight))
-        assert_same(*gradients, "weight gradient")
-        logits = linear(hidden)
-        squared = logits.square().sum()
-        out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            (out.loss + squared).backward()
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    @pytest.mark.parametrize("name", USES)
+    def test_overwritten_logits_used_again_raise(self, backend, device, name, dtype):
+        linear, hidden, case = self.problem(device, dtype)
+        use, when, message = USES[name]
+        base = linear(hidden)
+        logits = base[:, :-1]
+        used = dict(base=base, view=base[:, :-1]).get(name, logits)
+        arguments = [a[:, :-1] for a in case.arguments()]
+        before = use(used) if when == "before" else 0
+        loss = bapo_loss(logits, *arguments, backend=backend, inplace=True).loss
+        with pytest.raises(RuntimeError, match=message):
+            (loss + (use(used) if when == "after" else before)).backward()
 
     def test_what_cannot_be_overwritten_is_refused(self, backend, device):
         """Before it is written to."""
