@@ -159,18 +159,15 @@ def test_vocabulary_sizes(backend, device, dtype, V, sets):
     case_of(sets, (2, 7 if sets else 3), V, dtype, device, **options)[1](backend)
 
 
-@pytest.mark.parametrize(  # Qwen3 and Gemma 3
-    ("V", "dtype"), [(151_936, torch.bfloat16), (262_208, torch.float32)]
+@pytest.mark.parametrize(  # Qwen3, an odd slice of it, Llama 3 and Gemma 3
+    ("V", "dtype"),
+    [(151_936, torch.bfloat16), (151_669, torch.float16), (128_256, torch.bfloat16)]
+    + [(262_208, torch.float32)],
 )
 def test_real_vocabularies(backend, device, dtype, V):
-    check_against_reference(make_case((1, 4), V, dtype, device, masked=0.0, idle=0.0), backend)
-
-
-@pytest.mark.parametrize("sets", [False, True])
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (2, 2, 3)])  # 0 to 3 leading sizes
-def test_leading_shapes(backend, device, shape, sets):
-    _, check = case_of(sets, shape, 33, device=device, masked=0.0, poison=False)
-    assert check(backend).output.log_probs.shape == shape
+    for config in BAPOConfig(), BAPOConfig(entropy_coef=0.01, temperature=0.9):
+        options = dict(config=config, masked=0.0, idle=0.0)
+        check_against_reference(make_case((1, 4), V, dtype, device, **options), backend)
 
 
 @pytest.mark.parametrize("staleness", [0.0, 0.02, 0.3, 3.0, 60.0, None])  # .. past the clamp
@@ -266,18 +263,6 @@ def test_micro_batches_add_up(backend, device, interpreted, mode):
     results = [run_kernel(part_of(case, rows), backend, **counts) for rows in parts]
     total = whole.output._replace(loss=sum(result.output.loss for result in results))
     check_result(case, Result(total, (torch.cat([result.gradient for result in results]),)))
-
-
-@pytest.mark.parametrize("statistics", ["all", "live"])
-def test_all_masked(backend, device, statistics):
-    case = make_case(device=device)
-    case.response_mask = torch.zeros_like(case.response_mask)
-    case.logits.fill_(torch.nan)
-    got = run_kernel(case, backend, statistics=statistics)
-    assert got.output.loss == 0
-    assert_same(got.gradient, torch.zeros_like(got.gradient), "gradient")
-    assert got.output.bounds == (0.6, 1.2)
-    assert all(v.isfinite() or k == "bapo_pos_neg_ratio" for k, v in got.output.metrics.items())
 
 
 def test_live_statistics_skip_inactive_tokens(backend, device):
