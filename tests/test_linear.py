@@ -389,35 +389,6 @@ def test_frozen_head(backend, device, dtype, name, sets):
         check(*given, backend, statistics, chunk_tokens=chunk_tokens, frozen=True)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "compiled"),
-    [(dtype, False) for dtype in DTYPES]
-    + [pytest.param(torch.bfloat16, True, marks=[pytest.mark.compile, pytest.mark.slow])],
-)
-@pytest.mark.parametrize("entropy", [False, True])
-def test_log_probs_of_a_frozen_head(backend, device, dtype, entropy, compiled, products):
-    """No logits are made again, unless the entropy has a gradient, and in float16."""
-    torch._dynamo.reset()
-    (hidden, weight, bias), case = problem(dtype, device, BAPOConfig())
-    labels = torch.where(unmasked_tokens(case), case.labels, -100)
-    factors = torch.randn(2, B, S, device=device)
-
-    def gradients(function):
-        """Of two backward passes."""
-        leaf, options = hidden.clone().requires_grad_(), dict(backend=backend, chunk_tokens=4)
-        both = function(leaf, weight, labels, bias=bias, **options)
-        loss = sum((x * of_x).sum() for x, of_x in zip(both[: 1 + entropy], factors, strict=False))
-        return [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for _ in range(2)]
-
-    function = torch.compile(linear_log_probs, fullgraph=True) if compiled else linear_log_probs
-    first, second = gradients(function)
-    assert_same(first, second, "gradient")
-    again = entropy or dtype == torch.float16
-    assert sum(rows for rows, _ in products) == (labels != -100).sum() * (3 if again else 1)
-    if compiled:
-        assert_same(first, gradients(linear_log_probs)[0], "gradient")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("name", "sets"),
@@ -499,7 +470,8 @@ def test_autocast(backend, device, chunk_tokens, sets):
 @pytest.mark.parametrize("temperature", [0.8, torch.linspace(0.8, 2.0, B * S).view(S, B).T])
 @pytest.mark.parametrize("sets", [True, False])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_linear_log_probs(backend, device, dtype, entropy, temperature, sets, frozen):
+def test_linear_log_probs(backend, device, dtype, entropy, temperature, sets, frozen, products):
+    """A frozen head has no logits made again, but for the entropy's gradient and in float16."""
     T = temperature.to(device) if isinstance(temperature, torch.Tensor) else temperature
     parameters, case = problem(dtype, device, BAPOConfig(), sets=sets)
     unmasked = unmasked_tokens(case)
@@ -516,10 +488,16 @@ def test_linear_log_probs(backend, device, dtype, entropy, temperature, sets, fr
         loss = (weights * logp).sum()
         if entropy:
             loss = loss + 0.3 * (weights * token_entropy).sum()
-        return torch.autograd.grad(loss, wanted)
+        return [torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(2)]
 
-    got = gradients(dtype, linear_log_probs, backend=backend, chunk_tokens=4)
-    assert_as_reference(got, gradients, dtype, names=GRADIENTS, inputs=inputs_of(case))
+    first, second = gradients(dtype, linear_log_probs, backend=backend, chunk_tokens=4)
+    assert_same(first, second, "gradient")
+    if frozen and not sets:
+        counted = labels != -100
+        again = (counted & (weights != 0)) * (entropy or dtype == torch.float16)
+        assert sum(rows for rows, _ in products) == counted.sum() + 2 * again.sum()
+    given = dict(names=GRADIENTS, inputs=inputs_of(case))
+    assert_as_reference(first, lambda kind: gradients(kind)[0], dtype, **given)
 
 
 def test_recomputed_logits_have_statistics_of_their_own(monkeypatch):
@@ -581,12 +559,15 @@ def test_temperatures_of_undecided_rows(backend, device):
         check(parameters, case, frozen=frozen, **options)
 
 
-def test_module(backend, device):
+def test_module(backend, device, products):
     parameters, case = problem(torch.float32, device, BAPOConfig())
-    module = BAPOLinearLoss(backend=backend, chunk_tokens=8, statistics="live")
-    out = module(*parameters[:2], *case.arguments())
-    assert "chunk_tokens=8" in repr(module)
-    assert out.metrics["live_tokens"] > 0
+    options = dict(backend=backend, chunk_tokens=8, statistics="live")
+    given = *parameters[:2], *case.arguments()
+    out, chunks = BAPOLinearLoss(**options)(*given), len(products)
+    expected = bapo_linear_loss(*given, **options)
+    assert out.loss == expected.loss
+    assert out.metrics["live_tokens"] == expected.metrics["live_tokens"] > 0
+    assert 1 < chunks == len(products) / 2
 
 
 @needs_native
