@@ -1,4 +1,4 @@
-"""What only a GPU can show: real sizes, graphs, streams, no synchronisation, the same bits."""
+"""What only a GPU can show: large sizes, graphs, streams, no synchronisation, memory."""
 
 import gc
 import re
@@ -11,7 +11,7 @@ from helpers import KERNELS, assert_same_bits, check_against_reference, make_cas
 from launches import LAUNCHES
 from torch.profiler import DeviceType
 
-from bapo_kernels import BAPOConfig, SamplingMask, bapo_loss, log_probs, warm_up
+from bapo_kernels import SamplingMask, bapo_loss, log_probs, warm_up
 from bapo_kernels.backends import self_check
 from bapo_kernels.core.operators import ops_of
 from bapo_kernels.tools.budget import Result
@@ -20,8 +20,6 @@ pytestmark = pytest.mark.gpu
 GPU_KERNELS = [name for name in KERNELS if name != "cpu"]
 # In forward and in backward, where the gradient is computed.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Llama-3, Qwen3, Gemma-3, a shard of Qwen3, an odd slice
-REAL = [128_256, 151_936, 262_208, 18_992, 151_669]
 
 
 @pytest.fixture(params=GPU_KERNELS or ["none"])
@@ -29,14 +27,6 @@ def backend(request):
     yield request.param
     gc.collect()
     torch.cuda.empty_cache()
-
-
-@pytest.mark.parametrize("V", REAL)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_real_vocabularies(backend, V, dtype):
-    config = BAPOConfig(entropy_coef=0.01, temperature=0.9)
-    check_against_reference(make_case((4, 16), V, dtype, "cuda"), backend)
-    check_against_reference(make_case((4, 8), V, dtype, "cuda", config=config), backend)
 
 
 @pytest.mark.skipif("cuda" not in KERNELS, reason="needs the CUDA backend")
@@ -67,17 +57,6 @@ def test_more_elements_than_32_bits_can_count(backend, gpu_memory):
     truth = expected(torch.float64).gradient
     helpers.assert_within_budget("gradient", got.gradient[last], same, truth)
     assert got.gradient[last].any()
-
-
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
-def test_same_bits_in_100_runs(backend, entropy_coef):
-    config = BAPOConfig(entropy_coef=entropy_coef)
-    case = make_case((4, 64), 151_936, torch.bfloat16, "cuda", staleness=0.4, config=config)
-    first = run_kernel(case, backend)
-    for _ in range(100):
-        other = run_kernel(case, backend)
-        assert_same_bits(other, first)
-        assert torch.equal(first.output.entropy, other.output.entropy)
 
 
 @pytest.mark.parametrize("V", [151_936, 151_669, 257])
