@@ -1,6 +1,9 @@
 """Generated tables are those of the committed records; a GPU's records will fill theirs."""
 
+from itertools import zip_longest
+
 import pytest
+from pages import ROOT
 
 pytest.importorskip("tabulate")
 pytest.importorskip("matplotlib")
@@ -14,16 +17,29 @@ from study.__main__ import DOCS, RESULTS
 PAGES = {report.README: lambda: {"records": report.readme_block()}, report.PAGE: report.blocks}
 
 
+def check_lines(got, expected, where, command):
+    """Tells the first line that differs."""
+    lines = zip_longest(got.splitlines(), expected.splitlines())
+    for n, (is_there, made) in enumerate(lines, 1):
+        if is_there != made:
+            told = f"{where}:{n} is {is_there!r}, the records make it {made!r}: {command}"
+            pytest.fail(told, pytrace=False)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_match_the_committed_records(page):
     text, blocks = page.read_text(), PAGES[page]()
-    assert text == filled(text, blocks)
-    assert all(f"<!-- {name} -->" in text for name in blocks)
+    assert [name for name in blocks if f"<!-- {name} -->" not in text] == []
+    expected = filled(text, blocks)
+    check_lines(text, expected, page.relative_to(ROOT), "python -m benchmarks report")
 
 
 def test_the_study_has_the_rewards_of_its_records():
-    table = markdown(compare.end_points(compare.frame(RESULTS)))
-    assert table in (DOCS / "internals" / "study.md").read_text()
+    expected = markdown(compare.end_points(compare.frame(RESULTS)))
+    lines = (DOCS / "internals" / "study.md").read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("|"))
+    table = "\n".join(lines[first : first + len(expected.splitlines())])
+    check_lines(table, expected, "the first table of study.md, line", "python -m study report")
 
 
 def test_pages_say_whether_a_gpu_was_measured():
