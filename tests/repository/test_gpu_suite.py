@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -22,7 +21,7 @@ from benchmarks import __main__ as benchmarks
 from benchmarks import records, run, timing, trl_trainer
 from benchmarks.cases import Case, gpu_suite
 
-SCRIPT = "benchmarks/gpu_suite.sh"
+SCRIPT = ROOT / "benchmarks/gpu_suite.sh"
 MODULES = {"benchmarks", "bapo_kernels"}
 MODULES |= {f"benchmarks.{name}" for name in ("tune_triton", "launch_rows", "trl_trainer")}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a script for Linux")
@@ -47,10 +46,10 @@ class Suite:
 
     def __init__(self, folder):
         self.folder, self.out = folder, folder / "out"
-        files = {f"bin/{name}": OBSERVER for name in ("compute-sanitizer", "ncu")}
-        files |= {f"prebuilt/{name}": "" for name in ("_C.abi3.so", "_build.json")}
-        files |= {"bin/python3": PYTHON, f"tree/{SCRIPT}": (ROOT / SCRIPT).read_text()}
-        files["tree/bapo_kernels/__init__.py"] = ""
+        files = dict.fromkeys(("bin/compute-sanitizer", "bin/ncu"), OBSERVER)
+        empty = "prebuilt/_C.abi3.so", "prebuilt/_build.json", "tree/bapo_kernels/__init__.py"
+        files |= dict.fromkeys(empty, "") | {"bin/python3": PYTHON}
+        files["tree/benchmarks/gpu_suite.sh"] = SCRIPT.read_text()
         for path, text in files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
@@ -60,12 +59,11 @@ class Suite:
         """Status and result by stage; the fake python does something if a pattern matches."""
         cases = "\n".join(f"*{word}*) {does} ;;" for word, does in (behave or {}).items())
         (self.folder / "behave").write_text(f'case "$*" in\n{cases}\nesac\n')
-        variables = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "WHEELS")}
-        variables |= {"FAKE": str(self.folder), "OUT": str(self.out), "TMPDIR": str(self.folder)}
-        variables |= {"BAPO_PREBUILT": str(self.folder / "prebuilt"), "BAPO_SUITE_DEVICE": device}
-        variables["BACKENDS"] = "cuda triton cpu" if device == "cuda" else "cpu"
-        variables["PATH"] = f"{self.folder / 'bin'}:/usr/bin:/bin"
-        command = ["bash", self.folder / "tree" / SCRIPT, *arguments]
+        here = self.folder
+        variables = dict(FAKE=here, TMPDIR=here, OUT=self.out, BAPO_PREBUILT=here / "prebuilt")
+        variables |= dict(BAPO_SUITE_DEVICE=device, PATH=f"{here}/bin:/usr/bin:/bin")
+        variables |= dict(BACKENDS="cuda triton cpu" if device == "cuda" else "cpu")
+        command = ["bash", here / "tree/benchmarks/gpu_suite.sh", *arguments]
         done = subprocess.run(command, env=variables, timeout=60, stdout=subprocess.DEVNULL)
         lines = (self.out / "summary.txt").read_text().splitlines()
         return done.returncode, {
@@ -92,7 +90,7 @@ def suite(tmp_path):
 def test_all_stages_run_and_are_archived(suite):
     status, summary = suite.run("--budget", "5000")
     assert status == 0, summary
-    listed = subprocess.check_output(["bash", ROOT / SCRIPT, "--list"], text=True).splitlines()
+    listed = subprocess.check_output(["bash", SCRIPT, "--list"], text=True).splitlines()
     stages = [line.split()[0] for line in listed]
     assert len(stages) > 20
     assert [(name, word) for name, (word, _) in summary.items()] == [(s, "ok") for s in stages]
@@ -110,13 +108,13 @@ def test_all_stages_run_and_are_archived(suite):
 
 
 def test_all_files_with_tests_of_a_gpu_are_in_the_suite():
-    of_devices = re.compile(r"def test_\w+\([^)]*\bdevice\b|mark\.gpu\b|DEVICES\[")
-    paths = (ROOT / "tests").rglob("test_*.py")
-    files = {path.name for path in paths if of_devices.search(path.read_text())}
-    not_there = {"test_cuda_on_host.py", "test_sets_on_host.py"}
-    assert not_there < files
-    script = (ROOT / SCRIPT).read_text()
-    assert files - not_there <= set(re.findall(r"tests/(?:\w+/)?(\w+\.py)", script))
+    """Of kernels, which have a backend, and of devices."""
+    kernels = re.compile(r"def test_\w+\([^)]*\b(backend|device)\b|mark\.gpu\b|DEVICES\[")
+    devices = re.compile(kernels.pattern.replace("backend|", ""))
+    files = {path.name for path in ROOT.glob("tests/test_*.py") if kernels.search(path.read_text())}
+    files |= {p.name for p in ROOT.glob("tests/*/test_*.py") if devices.search(p.read_text())}
+    not_there = {"test_cuda_on_host.py", "test_sets_on_host.py", "test_fake_gpu.py"}
+    assert files - set(re.findall(r"tests/(?:\w+/)?(\w+\.py)", SCRIPT.read_text())) == not_there
 
 
 def test_a_wrong_backend_skips_only_the_stages_that_need_it(suite):
@@ -191,9 +189,3 @@ def test_the_training_step_runs_on_the_cpu(suite, monkeypatch):
     assert done.output.endswith("1 of 2 trainers measured\n")
     (record,) = records.load(suite.out / "now/training_step.jsonl")
     assert 0 < record["ms_20"] <= record["ms"] <= record["ms_80"] < record["step_ms"]
-
-
-def test_every_file_of_the_kernels_is_in_a_stage():
-    files, listed = ROOT.glob("tests/test_*.py"), (ROOT / SCRIPT).read_text()
-    tested = [f for f in files if re.search(r"def test_\w+\(.*\bbackend\b", f.read_text())]
-    assert [f.name for f in tested if f"tests/{f.name}" not in listed] == ["test_fake_gpu.py"]
