@@ -6,17 +6,13 @@ import pytest
 import torch
 from accuracy import assert_sums
 from helpers import DEVICES, KERNELS
-from operands import tokens_of
+from operands import call, tokens_of
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
 )
-DEVICE = DEVICES["triton"]
+DEVICE, OPS = DEVICES["triton"], torch.ops.bapo_kernels_triton
 LENGTHS = (1, 0, 3, 2_047, 2_048, 0, 2_049, 5_000)  # around the tokens of a step
-
-
-def offsets_of(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0)
 
 
 def log_probs_of(N):
@@ -25,49 +21,39 @@ def log_probs_of(N):
     log_probs = -3 * torch.rand(N, generator=g, dtype=torch.float64)
     counted = torch.rand(N, generator=g) < 0.8
     old = (log_probs + 0.4 * torch.randn(N, generator=g)).float()
-    return log_probs.where(counted, torch.nan), counted, old.where(counted, torch.nan)
-
-
-def run(name, log_probs, counted, *more, length=0, cu_seqlens=None, out=None):
-    """``out`` after the operator; all of it is on the CPU before and after."""
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.to(DEVICE)
-    out = out.to(DEVICE, copy=True)
-    given = log_probs.to(DEVICE), counted.to(DEVICE), *more
-    getattr(torch.ops.bapo_kernels_triton, name)(*given, length, cu_seqlens, out)
-    return out.cpu()
+    both = (x.where(counted, torch.nan).to(DEVICE) for x in (log_probs, old))
+    return next(both), counted.to(DEVICE), next(both)
 
 
 def log_ratios(log_probs, counted, old, **sequences):
-    tokens = tokens_of(log_probs.numel(), DEVICE, old_log_probs=old)
-    out = torch.full_like(log_probs, -7.0)
-    return run("sequence_log_ratios", log_probs, counted, *tokens, **sequences, out=out)
+    out = sequences.setdefault("log_ratios", torch.full_like(log_probs, -7.0))
+    tokens, present = tokens_of(log_probs.numel(), DEVICE, old_log_probs=old)
+    known = dict(length=0, counted=counted, tokens=tokens, present=present)
+    call(OPS, "sequence_log_ratios", known, log_probs=log_probs, **sequences)
+    return out
 
 
 def with_means(dlog_ratios, counted, dlog_probs, **sequences):
     """``dlog_probs`` after the means were added."""
-    return run("add_sequence_means_", dlog_ratios, counted, **sequences, out=dlog_probs)
-
-
-def expected_means(values, counted, offsets):
-    """Of each counted token; 0 of the others."""
-    means = torch.zeros_like(values)
-    for begin, end in pairwise(offsets.tolist()):
-        of_sequence, here = values[begin:end], counted[begin:end]
-        means[begin:end][here] = of_sequence[here].sum() / max(1, here.sum().item())
-    return means
+    known = dict(length=0, counted=counted, dlog_probs=dlog_probs)
+    call(OPS, "add_sequence_means_", known, dlog_ratios=dlog_ratios, **sequences)
+    return dlog_probs
 
 
 def check_means(got, values, counted, offsets, before=0.0):
-    truth, of = (before + expected_means(x, counted, offsets) for x in (values, values.abs()))
-    assert_sums(got, truth, max(LENGTHS), of=of)
+    """Of each counted token; 0 of the others."""
+    truth, of = torch.zeros(2, len(values), dtype=torch.float64, device=DEVICE)
+    for begin, end in pairwise(offsets.tolist()):
+        here = counted[begin:end]
+        for means, x in ((truth, values), (of, values.abs())):
+            means[begin:end][here] = x[begin:end][here].sum() / max(1, here.sum().item())
+    assert_sums(got, before + truth, max(LENGTHS), of=before + of)
 
 
-@pytest.mark.parametrize("on_policy", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("on_policy", "dtype"), [(False, torch.int64), (True, torch.int32)])
 def test_packed_sequences(on_policy, dtype):
     """Tokens behind the last one are left alone; offsets may be strided."""
-    offsets, N = offsets_of(LENGTHS), sum(LENGTHS) + 9
+    offsets, N = torch.tensor([0, *LENGTHS], device=DEVICE).cumsum(0), sum(LENGTHS) + 9
     log_probs, counted, old = log_probs_of(N)
     log_probs[:1], old[:1], counted[:1] = -1.0, -1.5, True
     cu_seqlens = offsets.to(dtype).repeat_interleave(2)[::2]
@@ -76,44 +62,42 @@ def test_packed_sequences(on_policy, dtype):
     check_means(got, truth, counted, offsets)
     assert got[0] == (0.0 if on_policy else 0.5)
 
-    before = torch.full((N,), 0.25, dtype=torch.float64)
-    got = with_means(log_probs, counted, before, cu_seqlens=cu_seqlens)
+    before = torch.full_like(log_probs, 0.25)
+    got = with_means(log_probs, counted, before.clone(), cu_seqlens=cu_seqlens)
     check_means(got, log_probs, counted, offsets, before)
-    assert torch.equal(got[~counted], before[~counted])
-    assert torch.equal(got[-9:], before[-9:])
+    untouched = ~counted
+    untouched[-9:] = True
+    assert torch.equal(got[untouched], before[untouched])
 
 
 @pytest.mark.parametrize("length", [1, 7, 2_500])
 def test_rows_have_the_bits_of_packed_sequences(length):
     """A mean depends on its sequence alone, not on what lies beside it."""
-    log_probs, counted, old = log_probs_of(4 * length)
-    rows, offsets = log_ratios(log_probs, counted, old, length=length), length * torch.arange(5)
-    packed = log_ratios(log_probs, counted, old, cu_seqlens=offsets)
-    second = slice(length, 2 * length)
-    alone = log_ratios(log_probs[second], counted[second], old[second], length=length)
-    assert torch.equal(rows, packed)
-    assert torch.equal(rows[second], alone)
+    tokens = log_probs, counted, old = log_probs_of(4 * length)
+    offsets, second = length * torch.arange(5, device=DEVICE), slice(length, 2 * length)
+    rows = log_ratios(*tokens, length=length)
     check_means(rows, log_probs - old.double(), counted, offsets)
-    zeros = torch.zeros_like(log_probs)
-    added = with_means(log_probs, counted, zeros, length=length)
-    packed = with_means(log_probs, counted, zeros, cu_seqlens=offsets)
+    assert torch.equal(rows, log_ratios(*tokens, cu_seqlens=offsets))
+    assert torch.equal(rows[second], log_ratios(*(x[second] for x in tokens), length=length))
+    added, packed = (
+        with_means(log_probs, counted, torch.zeros_like(log_probs), **sequences)
+        for sequences in (dict(length=length), dict(cu_seqlens=offsets))
+    )
     assert torch.equal(added, packed)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_an_old_log_prob_that_is_not_finite_shows_in_its_sequence_alone(bad):
+def test_what_is_not_finite_shows_in_its_sequence_alone(bad):
+    """A forbidden label on policy, too: its mean is minus infinity."""
     log_probs, counted, old = log_probs_of(40)
     old[15], counted[15], log_probs[15] = bad, True, -1.0
+    in_second = torch.arange(40, device=DEVICE) // 10 == 1
     got = log_ratios(log_probs, counted, old, length=10)
-    in_second = torch.arange(40) // 10 == 1
     assert torch.equal(got.isnan(), counted & in_second)
-    assert not got[~counted].any()
-
-
-def test_a_forbidden_label_on_policy_makes_the_mean_minus_infinity():
-    log_probs = torch.tensor([-1.0, -torch.inf, -2.0, -3.0], dtype=torch.float64)
-    got = log_ratios(log_probs, torch.ones(4, dtype=torch.bool), None, length=2)
-    assert got.tolist() == [-torch.inf, -torch.inf, 0.0, 0.0]
+    log_probs[15] = -torch.inf
+    got = log_ratios(log_probs, counted, None, length=10)
+    assert torch.equal(got == -torch.inf, counted & in_second)
+    assert not got[~(counted & in_second)].any()
 
 
 @pytest.mark.parametrize(
@@ -123,20 +107,14 @@ def test_broken_offsets_touch_nothing_foreign(offsets):
     """Every token gets a number, and the memory around them keeps its own."""
     log_probs, counted, old = log_probs_of(12)
     memory = torch.full((52,), -7.0, dtype=torch.float64, device=DEVICE)
-    given, tokens = (
-        (log_probs.to(DEVICE), counted.to(DEVICE)),
-        tokens_of(12, DEVICE, old_log_probs=old),
-    )
-    of = 0, torch.tensor(offsets, device=DEVICE), memory[20:32]
-    torch.ops.bapo_kernels_triton.sequence_log_ratios(*given, *tokens, *of)
-    torch.ops.bapo_kernels_triton.add_sequence_means_(*given, *of)
-    place = torch.arange(52)
-    assert torch.equal((memory != -7).cpu(), (place >= 20) & (place < 32))
-    outside = [i for i in range(12) if i < min(offsets) or i >= max(offsets)]
-    assert not memory[20:32][outside].any()
+    out, cu_seqlens = memory[20:32], torch.tensor(offsets, device=DEVICE)
+    log_ratios(log_probs, counted, old, cu_seqlens=cu_seqlens, log_ratios=out)
+    with_means(log_probs, counted, out, cu_seqlens=cu_seqlens)
+    assert (memory != -7).nonzero().flatten().tolist() == [*range(20, 32)]
+    assert not any(out[i] for i in range(12) if not min(offsets) <= i < max(offsets))
 
 
 def test_no_tokens():
-    empty, counted = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.bool)
-    for sequences in dict(length=0), dict(cu_seqlens=torch.tensor([0, 0])):
-        assert log_ratios(empty, counted, None, **sequences).shape == (0,)
+    empty, counted = torch.empty(2, 0, dtype=torch.float64, device=DEVICE)
+    for sequences in dict(length=0), dict(cu_seqlens=torch.tensor([0, 0], device=DEVICE)):
+        assert log_ratios(empty, counted.bool(), None, **sequences).shape == (0,)
