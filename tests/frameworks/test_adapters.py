@@ -189,12 +189,17 @@ def test_options_are_refused(framework, name):
 
 def test_every_option_is_the_users_or_has_an_owner():
     """A new field of ``BAPOConfig`` fails until somebody decides."""
-    users = {*TABLE_FIELDS, "target", "target_kind", "raise_first"}
-    users |= {"surrogate", "sapo_tau_pos", "sapo_tau_neg"}
+    policy = {"surrogate", "sapo_tau_pos", "sapo_tau_neg"}
+    users = {*TABLE_FIELDS, "target", "target_kind", "raise_first", *policy}
     others = dict(OpenRLHF={"ratio_level"}, ROLL={"clip_ratio_c"})  # what differs from these
     others["slime"] = {"logit_scale", "final_logit_softcapping"}
     others["Trinity"] = {"clip_ratio_c", "loss_scale_factor"}
-    for name, owners in OWNERS.items():
+    owners_of = dict(OWNERS)
+    if find_spec("trl"):
+        from bapo_kernels.integrations import trl_config
+
+        others["TRL"], owners_of["TRL"] = {"ratio_level", *policy}, trl_config._OWNERS
+    for name, owners in owners_of.items():
         assert integrations.OPTIONS - owners.keys() == users ^ others[name], name
 
 
