@@ -56,9 +56,6 @@ def loss_and_gradient(logp, *batch, **options):
     return out, torch.autograd.grad(out.loss, leaf)[0]
 
 
-# ---- by hand ------------------------------------------------------------------------------------
-
-
 def test_cispo_by_hand(backend, device):
     """Clipped from both sides, whatever the sign; the loss is -weight*A*logp."""
     r = torch.tensor([1.1, 1.5, 0.5, 1.5, 0.5, 9.0], device=device)
@@ -123,9 +120,6 @@ def test_ratio_of_a_sequence_by_hand(backend, device):
     assert_rounded(out.metrics["ppo_kl"], -log_ratio, 4)
 
 
-# ---- derivatives --------------------------------------------------------------------------------
-
-
 def test_gradient_of_the_clamped_ratio_of_a_sequence(backend, device):
     """A log-ratio beyond 20, of the mean: no gradient, a finite loss."""
     logp = torch.tensor([[0.0, -1.0], [-0.5, -1.0]], device=device)
@@ -183,9 +177,6 @@ def test_bad_old_log_probs_and_bounds_make_the_loss_nan(backend, device, surroga
             assert is_nan(old.masked_fill(at, bad)) == expected
         for bad in () if surrogate == "sapo" else (-0.1, 1.4, torch.nan):
             assert is_nan(old, bounds=(lower.masked_fill(at, bad), upper)) == expected
-
-
-# ---- sequences ----------------------------------------------------------------------------------
 
 
 def test_sequences_alone_and_together_have_the_same_bits(backend, device):
@@ -258,9 +249,6 @@ def test_scope_of_a_step(backend, device):
     assert token != out.bounds, "the ratio of the tokens is another one"
 
 
-# ---- bounds of tokens ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("surrogate", ["clip", "cispo", "mask"])
 def test_bounds_of_every_kind_are_the_same(backend, device, surrogate):
     case = make_case((3, 7), 50, device=device, config=policy(surrogate))
@@ -296,8 +284,6 @@ def test_metrics_are_means_over_counted_tokens(backend, device):
     none = bapo_loss_from_log_probs(logp, old, A, mask & False, **options)
     assert none.metrics["bapo_clip_low"] == none.metrics["bapo_clip_high"] == none.loss == 0
 
-
-# ---- misuse -------------------------------------------------------------------------------------
 
 BATCH = torch.zeros(2, 3), None, torch.ones(2, 3)
 PACKED = torch.zeros(3), None, torch.ones(3)
