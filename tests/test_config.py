@@ -163,31 +163,13 @@ def test_values_that_are_not_numbers_are_refused(name):
 
 # Another value of every field.
 OTHER = dict(
-    ratio_lower_start=0.7,
-    ratio_lower_max=0.8,
-    ratio_lower_step=0.05,
-    ratio_upper_start=1.1,
-    ratio_upper_max=2.0,
-    ratio_upper_step=0.1,
-    target=0.5,
-    target_kind="ratio",
-    raise_first="lower",
-    token_weight="uniform",
-    contribution="gradient",
-    surrogate="cispo",
-    ratio_level="sequence",
-    clip_ratio_c=3.0,
-    sapo_tau_pos=2.0,
-    sapo_tau_neg=2.0,
-    kl_loss_coef=0.1,
-    kl_loss_type="k3",
-    entropy_coef=0.1,
-    temperature=0.5,
-    logit_scale=2.0,
-    final_logit_softcapping=30.0,
-    loss_agg_mode="token-sum",
-    loss_scale_factor=2.0,
-)
+    ratio_lower_start=0.7, ratio_lower_max=0.8, ratio_lower_step=0.05, ratio_upper_start=1.1,
+    ratio_upper_max=2.0, ratio_upper_step=0.1, target=0.5, target_kind="ratio",
+    raise_first="lower", token_weight="uniform", contribution="gradient", surrogate="cispo",
+    ratio_level="sequence", clip_ratio_c=3.0, sapo_tau_pos=2.0, sapo_tau_neg=2.0,
+    kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.1, temperature=0.5, logit_scale=2.0,
+    final_logit_softcapping=30.0, loss_agg_mode="token-sum", loss_scale_factor=2.0,
+)  # fmt: skip
 
 
 def test_fields_that_the_table_of_a_search_depends_on():
