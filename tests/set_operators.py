@@ -591,18 +591,19 @@ def check_broken(ops, which, at, value, overlap=False):
         check_head_pass(ops, sets, head, ALL, True)
 
 
+# Those from 512 on are shared among blocks, in pieces of 256 of which the last has the rest.
+LONG = (511, 512, 767, 1_100)
+
+
 class Sizes(NamedTuple):
     """Of sets and of what else the tests take."""
 
     rows: tuple = SIZES
     of_head: tuple = (0, 1, 2, 31, 32, 33, 5, 0, 70, 130, 64, 3, 7, 4)  # products are slow here
-    # Those from 512 on are shared among blocks, in pieces of 256 of which the last has the rest.
-    long: tuple = (511, 512, 767, 1_100)
-    popular: tuple = (511, 512, 767, 1_100)
+    long: tuple = LONG
     whole: tuple = (9_001, 8_192, 8_200)  # those from 8,192 on: among the warps of a block
     vocab: int = 4_300
     H: int = 520  # more than a block adds of parts
-    flags: tuple = ADD_AND_BIAS
     flags_of_no_row: tuple = ADD_AND_BIAS
 
 
@@ -728,7 +729,7 @@ def test_products_with_the_head(ops, head):
 def test_gradient_of_the_head_from_sets(ops, head):
     sets = random_sets(ops.sizes.of_head)
     for ops.seed, kind in product(SEEDS, {head[0], torch.float32}):
-        check_dweight(ops, sets, head_of(sets, *head), kind, flags=ops.sizes.flags)
+        check_dweight(ops, sets, head_of(sets, *head), kind)
 
 
 def test_columns_most_of_which_are_in_no_set(ops):
@@ -742,7 +743,7 @@ def test_columns_most_of_which_are_in_no_set(ops):
 
 @of_short_heads
 def test_long_sets_and_popular_ids(ops, head):
-    sets, popular = random_sets((3, *ops.sizes.long, 0, 2)), popular_ids(ops.sizes.popular)
+    sets, popular = random_sets((3, *ops.sizes.long, 0, 2)), popular_ids(LONG)
     operands = head_of(sets, *head)
     for ops.seed in SEEDS:
         check_multiply(ops, sets, operands)
@@ -796,7 +797,7 @@ def test_a_row_of_sets_alone_has_the_bits_of_a_batch(ops, is_whole, H):
 
 
 def test_a_column_alone_has_the_bits_of_a_batch(ops):
-    sets, H = popular_ids(ops.sizes.popular), ops.sizes.H
+    sets, H = popular_ids(LONG), ops.sizes.H
     hidden, dvalues = head_of(sets, torch.float32, H)["hidden"], rand(sets.K, seed=8)
     order, rows, segments = segments_of(sets).values()
 

@@ -28,8 +28,8 @@ class OnDevice:
 
     sizes = cases.Sizes(flags_of_no_row=cases.ADD_AND_BIAS[::2])  # such a value reaches the bias
     if INTERPRETED:  # where a row takes milliseconds
-        sizes = sizes._replace(rows=cases.FEW_IDS, of_head=(0, 1, 2, 33, 5, 0, 70, 3), H=8)
-        sizes = sizes._replace(long=(70, 130), popular=(511, 512, 800), whole=(2_001,), vocab=300)
+        sizes = sizes._replace(rows=cases.FEW_IDS, of_head=(0, 1, 2, 33, 5, 0, 70, 3))
+        sizes = sizes._replace(long=(70, 130), whole=(2_001,), vocab=300, H=8)
 
     def __getattr__(self, name):
         def run(*arguments):
