@@ -93,7 +93,8 @@ def assert_sums(got, truth, count, of=None, name="sum", inputs=None) -> None:
 
 
 def assert_same(got, expected, name="value") -> None:
-    """The same bits, but for the sign of 0: of tensors, or of results' gradients and loss."""
+    """The same bits, but for the sign of 0: of tensors or absent ones, or of results' gradients and
+    loss."""
     if isinstance(got, Result):
         names = *GRADIENTS[: len(got.gradients)], "loss"
         got, expected = ((*result.gradients, result.output.loss) for result in (got, expected))
@@ -102,6 +103,9 @@ def assert_same(got, expected, name="value") -> None:
     else:
         names = [f"{name} {n}" for n in range(len(got))]
     for part, mine, other in zip(names, got, expected, strict=True):
+        if mine is other is None:
+            continue
+        assert mine.dtype == other.dtype, f"{part}: {mine.dtype} instead of {other.dtype}"
         assert torch.equal(mine, other), what_is_wrong(part, mine, other)
 
 

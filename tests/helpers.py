@@ -14,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from accuracy import assert_quantities
-from accuracy import assert_same as assert_same_bits  # noqa: F401
 from accuracy import assert_within_budget as assert_within_budget
 from hypothesis import settings
 from torch import Tensor

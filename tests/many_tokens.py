@@ -1,7 +1,7 @@
 """The loss of many tokens, with sequences longer than a block, against the reference."""
 
 import torch
-from accuracy import assert_as_reference
+from accuracy import assert_as_reference, assert_same
 from helpers import per_token
 
 from bapo_kernels import BAPOConfig, bapo_loss_from_log_probs
@@ -61,7 +61,7 @@ def check_log_probs(backend, logp, *batch, **options):
         return [*torch.autograd.grad(out.loss, x), *bounds, out.loss, *out.metrics.values()], out
 
     got, out = values(torch.float32, backend)
-    assert all(map(torch.equal, got[1:3], values(torch.float64)[0][1:3]))
+    assert_same(got[1:3], values(torch.float64)[0][1:3])
     # The log-ratio, exp, and products with advantage and weight.
     assert_as_reference(got, lambda kind: values(kind)[0], roundings=4)
     return out, got[0]

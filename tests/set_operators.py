@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from accuracy import assert_rounded, assert_sums, assert_within_budget
+from accuracy import assert_rounded, assert_same, assert_sums, assert_within_budget
 from cuda_on_host.emulated import SEEDS
 from operands import call, tokens_of
 from torch import Tensor
@@ -215,8 +215,8 @@ def check_move(ops, sets, dtype, counted=None):
         expected[k] = column
         if math.isfinite(column):
             expected[k], gradient[n, column] = rows[n, column], dvalues[k].to(dtype)
-    assert torch.equal(values.nan_to_num(9), expected.nan_to_num(9))
-    assert torch.equal(dlogits.flatten(0, 1), gradient)
+    assert_same(values.nan_to_num(9), expected.nan_to_num(9))
+    assert_same(dlogits.flatten(0, 1), gradient)
     check_margins(whole, memory)
 
 
@@ -375,9 +375,9 @@ def run_pass(ops, name, known, **given):
     return results, undecided
 
 
-def assert_same(some, others):
+def assert_same_or_nan(some, others):
     for one, other in zip(some, others, strict=True):
-        assert torch.equal(one.nan_to_num(9), other.nan_to_num(9))
+        assert_same(one.nan_to_num(9), other.nan_to_num(9))
 
 
 def check_statistics(ops, case):
@@ -403,7 +403,7 @@ def check_pass(ops, case):
     sets, values, got = case.sets, case.values, case.values.clone()
     alone = check_statistics(ops, case)
     results, undecided = run_pass(ops, "row_pass_", case.known, logits=got)
-    assert_same(alone.values(), results.values())
+    assert_same_or_nan(alone.values(), results.values())
     expected, *coefficients = case.decisions(torch.float64)
     assert undecided.tolist() == expected.tolist()
     # The largest entry of a gradient, whose factor has the error of the log-prob.
@@ -412,7 +412,7 @@ def check_pass(ops, case):
 
     def check_gradient(name, rows, got, coefficients_of):
         untouched = ~sets.of_rows(rows)
-        assert_same([got[untouched]], [values[untouched]])
+        assert_same_or_nan([got[untouched]], [values[untouched]])
         got[untouched] = LEFT
 
         def expected(dtype):
@@ -567,7 +567,7 @@ def check_head_pass(ops, sets, head, config, temperatures=False):
     only = (undecided == 0).to(torch.uint8)
     call(ops, "sets_dhidden", case, dvalues=dvalues, only=only, dhidden=expected_dhidden)
     results, found = run_pass(ops, "head_sets_pass", case, values=got, dhidden=dhidden)
-    assert_same(
+    assert_same_or_nan(
         [*results.values(), got, dhidden, found],
         [*expected.values(), dvalues, expected_dhidden, undecided],
     )
@@ -683,7 +683,7 @@ def test_sets_in_shards(ops, options):
     finite = torch.stack(gradients).isfinite().all(0)
     assert finite[here].any()
     expected = torch.where(here, gradients[0], 0.0)
-    assert torch.equal(gradients[1][finite], expected[finite])
+    assert_same(gradients[1][finite], expected[finite])
 
 
 @pytest.mark.parametrize("size", [2, 33, 1_100])
@@ -786,14 +786,14 @@ def test_a_row_of_sets_alone_has_the_bits_of_a_batch(ops, is_whole, H):
         return values, *results.values(), dhidden
 
     together = everything(sets, slice(None))
-    assert_same(together, everything(sets, slice(None)))
+    assert_same_or_nan(together, everything(sets, slice(None)))
     for n in range(sets.N):
         ids = sets.token_ids[sets.of_row(n)].clone()
         alone = Sets(ids, torch.tensor([0, len(ids)]), sets.V)
         values, *others = everything(alone, slice(n, n + 1))
-        assert torch.equal(values, together[0][sets.of_row(n)])
+        assert_same(values, together[0][sets.of_row(n)])
         for one, all_rows in zip(others, together[1:], strict=True):
-            assert torch.equal(one[0], all_rows[n])
+            assert_same(one[0], all_rows[n])
 
 
 def test_a_column_alone_has_the_bits_of_a_batch(ops):
@@ -810,11 +810,11 @@ def test_a_column_alone_has_the_bits_of_a_batch(ops):
 
     whole = gradient(order, rows, segments)
     others_elsewhere = gradient(order, rows, segments[1:].clone())
-    assert torch.equal(others_elsewhere, whole[1:])
+    assert_same(others_elsewhere, whole[1:])
     for v in range(sets.V):
         begin, end = segments[v : v + 2].tolist()
         given = order[begin:end], rows[begin:end].clone(), torch.tensor([0, end - begin])
-        assert torch.equal(gradient(*given)[0], whole[v])
+        assert_same(gradient(*given)[0], whole[v])
         terms = dvalues[order[begin:end], None].double() * hidden[rows[begin:end].long()]
         assert_sums(whole[v, :-1], terms.sum(0), end - begin, of=terms.abs().sum(0))
 

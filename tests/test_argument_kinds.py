@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from accuracy import assert_same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -233,7 +234,7 @@ def test_kinds(name, argument):
         given = right | {argument: value}
         if kind == "inference" or argument in RIGHT.get(kind, ()):
             for got, wanted in zip(results(function, given), expected, strict=True):
-                assert torch.equal(got, wanted), kind
+                assert_same(got, wanted, kind)
             continue
         with pytest.raises((ValueError, TypeError)) as caught:
             function(**given)
@@ -283,4 +284,4 @@ def test_inference_tensors(name, dtype):
         expected = results(function, given)
         changed = given | {argument: in_kind(given[argument], "inference")}
         for got, wanted in zip(results(function, changed), expected, strict=True):
-            assert torch.equal(got, wanted), argument
+            assert_same(got, wanted, argument)

@@ -13,7 +13,7 @@ from itertools import product
 import pytest
 import set_operators
 import torch
-from accuracy import assert_rounded, assert_sums
+from accuracy import assert_rounded, assert_same, assert_sums
 from cuda_on_host.build import NVCC
 from cuda_on_host.emulated import CALLERS, DEVICES, EVERYWHERE, SEEDS
 from cuda_on_host.library import Counted
@@ -128,7 +128,8 @@ def test_refused_clusters(on_host, library, error, calls):
     with pytest.warns(UserWarning, match=refuses) as warned:
         got = [log_probs(logits, labels, backend="cpu") for _ in range(2)]
     assert len(warned) == 1
-    assert all(all(map(torch.equal, each, expected)) for each in got)
+    for each in got:
+        assert_same(each, expected)
     assert library.last_cluster() == 0
 
 
@@ -144,7 +145,7 @@ def test_other_errors_of_a_launch(on_host, library, V, calls, kernel):
     library.fail_launch(INVALID_VALUE, calls)
     with pytest.raises(RuntimeError, match=rf"invalid argument \(\d blocks of .*{kernel}_kernel"):
         log_probs(logits, labels, backend="cpu")
-    assert all(map(torch.equal, log_probs(logits, labels, backend="cpu"), expected))
+    assert_same(log_probs(logits, labels, backend="cpu"), expected)
 
 
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
@@ -229,8 +230,8 @@ def test_any_schedule(on_host, library, rows, dtype):
         assert foreign == 0 or (inplace and gap % 8 and size > 0), again
         assert (beyond, order > 0) == (0, size > 1), again
         for name in ("log_probs", "entropy", "loss"):
-            assert torch.equal(getattr(got, name), getattr(expected.output, name)), again
-        assert torch.equal(logits if inplace else logits.grad, expected.gradient), again
+            assert_same(getattr(got, name), getattr(expected.output, name), again)
+        assert_same(logits if inplace else logits.grad, expected.gradient, again)
         if inplace:
             logits.fill_(torch.nan)
             assert memory.isnan().all(), again
@@ -271,11 +272,11 @@ def test_temperatures_of_rows(on_host, dtype, V):
     assert got.output.loss.isnan()
     assert got.gradient[place].isnan().all()
     expected.output.log_probs[place] = torch.nan
-    assert torch.equal(got.output.log_probs.nan_to_num(7), expected.output.log_probs.nan_to_num(7))
+    assert_same(got.output.log_probs.nan_to_num(7), expected.output.log_probs.nan_to_num(7))
     one = run_kernel(case, "cpu", config=BAPOConfig(temperature=0.75), temperature=None)
     same = run_kernel(case, "cpu", temperature=torch.tensor(0.75))
-    assert torch.equal(same.gradient, one.gradient)
-    assert torch.equal(same.output.loss, one.output.loss)
+    assert_same(same.gradient, one.gradient)
+    assert_same(same.output.loss, one.output.loss)
 
 
 def test_bad_values_do_not_hang(on_host):
@@ -471,7 +472,7 @@ def test_masses_have_the_same_bits_in_any_schedule(on_host, library, N, grids):
     for seed in range(4):
         library.seed = seed
         tables.append(contributions(call, logp))
-    assert all(torch.equal(table, tables[0]) for table in tables)
+    assert_same(tables, tables[:1] * 4)
     expected = contribution_table(config, logp, old, A, None)
     assert_sums(tables[0].flatten(), expected.flatten(), N)
 
@@ -500,7 +501,7 @@ def test_solution_in_any_schedule(on_host, library):
         for seed in range(4):
             library.seed = seed
             found = solve("cpu", table, config.options)
-            assert all(map(torch.equal, found, expected)), target
+            assert_same(found, expected, f"target {target}")
     assert len(uppers) >= 3, uppers
 
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from accuracy import assert_quantities, assert_within_budget
+from accuracy import assert_quantities, assert_same, assert_within_budget
 from helpers import DEVICES, EPS, KERNELS, exhaustive_unless, in_some_orders
 from shards import CASES, COLUMNS, case_of, of_rank, outputs_and_loss
 from torch.utils._pytree import tree_map_only
@@ -98,10 +98,10 @@ def check(worlds, function, name, dtype, backend, data, tensor, device="cpu", **
     for i, outputs in enumerate(parts):  # the same bits on every tensor-parallel rank
         first = parts[i - i % tensor]
         for key in {"loss", "log_probs", "entropy"} & first.keys():
-            assert torch.equal(outputs[key].nan_to_num(7), first[key].nan_to_num(7)), key
+            assert_same(outputs[key].nan_to_num(7), first[key].nan_to_num(7), key)
         if len(leaves) > 1:
             dhidden, *of_head = outputs["gradients"]
-            assert torch.equal(dhidden, first["gradients"][0])
+            assert_same(dhidden, first["gradients"][0])
             assert not frozen or of_head == [None, None]
     got = gathered(parts, data, tensor)
     size = truth["log_probs"].nan_to_num(neginf=0.0).abs().max().item()
@@ -228,5 +228,5 @@ def test_top_k(worlds, backend, name):
     truth = top_k_of(reference, [x.double() for x in leaves], sampling_mask=mask)
     size = truth[0].nan_to_num(neginf=0.0).abs().max().item()
     for logp, ids in parts:
-        assert torch.equal(ids, truth[1])
+        assert_same(ids, truth[1])
         assert_within_budget("log-probs", logp, [x for x, _ in same], truth[0], operand=size)

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from accuracy import assert_as_reference
+from accuracy import assert_as_reference, assert_same
 from helpers import allowed_by, real_in_turns, sets_of
 from torch.testing import assert_close
 
@@ -164,12 +164,12 @@ def test_values_and_bits(backend, device):
     one, entropy = log_probs(logits, labels[..., 0], backend=backend)
     logp, same_entropy = log_probs(logits, labels[..., :1], backend=backend)
     assert_close(logp[..., 0], one, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(same_entropy, entropy)
+    assert_same(same_entropy, entropy)
     logp, _ = log_probs(logits, labels, backend=backend)
     ok = (labels >= 0) & (labels < V)
-    assert torch.equal(logp.isnan(), ~ok & (labels != -100))
+    assert_same(logp.isnan(), ~ok & (labels != -100))
     assert not logp[labels == -100].any()
-    assert torch.equal(logp[1, 1], logp[1, 1, :1].expand(7))
+    assert_same(logp[1, 1], logp[1, 1, :1].expand(7))
     # Where all is -100 but for an id outside, the row is computed.
     outside = torch.full((1, 1, 3), -100, device=device)
     outside[..., 1] = V
@@ -182,7 +182,7 @@ def test_values_and_bits(backend, device):
         logp, _ = log_probs(x, labels, backend=backend)
         return torch.autograd.grad(logp[ok].sum(), x)[0]
 
-    assert torch.equal(gradient(), gradient())
+    assert_same(gradient(), gradient())
 
 
 def test_entries_without_a_gradient(backend, device):
@@ -200,7 +200,7 @@ def test_entries_without_a_gradient(backend, device):
     masked = labels.clone()
     masked[:, 0] = masked[2, 2] = -100
     got = gradient(torch.tensor([torch.nan, 1.0, 2.0]))
-    assert torch.equal(got, gradient(torch.tensor([0.0, 1.0, 2.0]), masked))
+    assert_same(got, gradient(torch.tensor([0.0, 1.0, 2.0]), masked))
     assert not got[0, 4]
     assert not got[1, 4:].any()
 
@@ -250,7 +250,7 @@ def test_compiled_for_any_number_of_labels():
             made = [
                 torch.autograd.grad((f(x, labels)[0] ** 2).sum(), x) for f in (compiled, function)
             ]
-            assert torch.equal(made[0][0], made[1][0])
+            assert_same(made[0][0], made[1][0])
         assert len(counts) == 1
 
 
@@ -295,8 +295,8 @@ def test_top_k(backend, device, dtype, name, k):
 
     logp, ids = run(dtype, linear_top_k, backend=backend, chunk_tokens=3)
     none = ids == -100
-    assert torch.equal(none, logp == -torch.inf)
-    assert torch.equal(none.sum(-1), (run(torch.float64)[1] == -100).sum(-1))
+    assert_same(none, logp == -torch.inf)
+    assert_same(none.sum(-1), (run(torch.float64)[1] == -100).sum(-1))
 
     def of_these(kind):
         given = [x.to(kind) for x in leaves]

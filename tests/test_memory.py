@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from accuracy import assert_same
 from forked import in_fork
 from helpers import make_case, needs_native, run_kernel
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -208,7 +209,7 @@ def test_gradients_have_the_same_bits(option, dtype):
     del poisoned
     got = run_kernel(case, "cpu", **OPTIONS[option]).gradients[0]
     assert got.data_ptr() == address
-    assert torch.equal(got, expected)
+    assert_same(got, expected)
 
 
 @needs_native
@@ -241,7 +242,7 @@ def test_training_steps():
     assert len(set(addresses[:3])) == 1
     assert len(set(addresses[3:])) == 1
     assert addresses[2] != addresses[3]
-    assert torch.equal(*held)
+    assert_same(*held)
 
 
 @needs_native
@@ -271,8 +272,8 @@ def test_accumulated_gradients_of_a_head(monkeypatch, dtype, chunk_tokens):
     values = [gradient.clone() for gradient in again]
     monkeypatch.setattr(memory, "KEPT_FROM_BYTES", 2**60)
     for held, copied, expected in zip(again, values, gradients(), strict=True):
-        assert torch.equal(held, copied)
-        assert torch.equal(held, expected)
+        assert_same(held, copied)
+        assert_same(held, expected)
     monkeypatch.setattr(memory, "KEPT_FROM_BYTES", 0)
     gradients()
     assert memory.CHUNKS.last[0].address == chunk

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from accuracy import assert_as_reference, assert_within_budget
+from accuracy import assert_as_reference, assert_same, assert_within_budget
 from helpers import make_case, needs_native, run_kernel
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -140,11 +140,6 @@ def function(request):
 def call(function, backend, device):
     plain_results(function, backend, device)  # in no context of the test
     return Call(function, backend, device)
-
-
-def assert_same(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        assert a is b is None or (a.dtype == b.dtype and torch.equal(a, b))
 
 
 def test_inputs_that_change_before_backward(call):
@@ -300,7 +295,7 @@ def test_without_gradient(call):
         with mode:
             value = call(x)
         assert not value.requires_grad
-        assert torch.equal(value, call.plain[0])
+        assert_same(value, call.plain[0])
 
 
 class FirstOfTwo(torch.autograd.Function):
@@ -459,8 +454,8 @@ def test_uint8_label_156_is_not_ignored(backend, device):
     for loss_of in (*losses, reference.bapo_loss):
         of_kinds = [loss_of(logits, kind, None, A).log_probs for kind in (labels, labels.byte())]
         assert of_kinds[0].all()
-        assert torch.equal(*of_kinds)
-    assert torch.equal(*(reference.log_probs(logits, y)[0] for y in (labels, labels.byte())))
+        assert_same(*of_kinds)
+    assert_same(*(reference.log_probs(logits, y)[0] for y in (labels, labels.byte())))
     with pytest.raises(ValueError, match=r"labels must be in \[0, 100\) or -100, got 156"):
         check_inputs(logits[..., :100], labels.byte(), None, A)
 
@@ -607,7 +602,7 @@ def test_function_transforms_of_the_reference(function):
     f, x = as_function(function, "reference")
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(f(leaf), leaf)
-    assert torch.equal(TRANSFORMS["grad"](f, x), expected)
+    assert_same(TRANSFORMS["grad"](f, x), expected)
     _, along = TRANSFORMS["jvp"](f, x)
     of_each = x.double() * expected
     assert_within_budget("jvp", along, along, of_each.sum(), of_each.abs().sum().item())
@@ -669,7 +664,7 @@ def test_copies(copied):
     twin = copied(out)
     assert type(twin) is type(out)
     assert (twin.bounds, twin.metrics) == (out.bounds, out.metrics)
-    assert torch.equal(twin.log_probs, out.log_probs)
+    assert_same(twin.log_probs, out.log_probs)
 
 
 def loss_and_gradient(seed):
@@ -711,8 +706,8 @@ def test_hooks_of_logits(call, inplace):
     seen = []
     logits.register_hook(lambda dlogits: seen.append(dlogits.clone()) or 2 * dlogits)
     call(dict(logits=logits), inplace=inplace).backward()
-    assert torch.equal(seen[0], call.plain[1])
-    assert torch.equal(call.x["logits"].grad, 2 * call.plain[1])
+    assert_same(seen[0], call.plain[1])
+    assert_same(call.x["logits"].grad, 2 * call.plain[1])
 
 
 class Named(torch.Tensor):
@@ -767,7 +762,7 @@ def test_warm_up(call):
     warm_up(observed, call.x)
     assert passed
     for name, leaf in call.x.items():
-        assert torch.equal(leaf, before[name])
+        assert_same(leaf, before[name])
         assert leaf.grad is None
         assert not leaf._backward_hooks
 

@@ -11,7 +11,7 @@ from helpers import (
     PTX,
     Case,
     Result,
-    assert_same_bits,
+    assert_same,
     check_against_reference,
     make_case,
     plain_result,
@@ -178,8 +178,8 @@ def test_same_bits_in_every_run_with_any_threads(backend, device, interpreted, e
     torch.set_num_threads(threads)
     first, *others = results
     for other in others:
-        assert_same_bits(other, first)
-        assert torch.equal(other.output.entropy, first.output.entropy)
+        assert_same(other, first)
+        assert_same(other.output.entropy, first.output.entropy)
         metrics = other.output.metrics, first.output.metrics
         torch.testing.assert_close(*metrics, rtol=0, atol=0)
 
@@ -198,7 +198,7 @@ def test_layouts_give_the_same_bits(backend, device, dtype, layout, V):
     expected = plain_result(backend, (3, 5), V, dtype)
     x = ALL_LAYOUTS[layout](case.logits).detach().requires_grad_()
     out = bapo_loss(x, *case.arguments(), backend=backend, **case.options)
-    assert_same_bits(Result(out, torch.autograd.grad(out.loss, x)), expected)
+    assert_same(Result(out, torch.autograd.grad(out.loss, x)), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -210,7 +210,7 @@ def test_other_addresses_and_columns_after_aligned_rows(backend, device, dtype):
     expected = log_probs(x, labels, backend=backend)
     elsewhere = x.new_empty(3 * V + 1)[1:].view(3, V).copy_(x)
     for got, wanted in zip(log_probs(elsewhere, labels, backend=backend), expected, strict=True):
-        assert torch.equal(got, wanted), "one element further in memory"
+        assert_same(got, wanted, "one element further in memory")
     got = log_probs(x[:, :-3], labels, backend=backend)[0]
     truth = x[:, :-3].double().log_softmax(1).gather(1, labels[:, None])[:, 0]
     error = (got - truth).abs().max().item()
@@ -221,7 +221,7 @@ def test_expanded_logits(backend, device):
     labels = torch.randint(0, 50, (2, 3), device=device)
     x = torch.randn(1, 1, 50, device=device).expand(2, 3, 50)
     expanded, plain = (log_probs(y, labels, backend=backend)[0] for y in (x, x.contiguous()))
-    assert torch.equal(expanded, plain)
+    assert_same(expanded, plain)
 
 
 @pytest.mark.xdist_group("gpu memory")
@@ -237,7 +237,7 @@ def test_offsets_beyond_32_bits(backend, device, gpu_memory):
     labels = torch.randint(0, V, (rows,), device=device)
     got = log_probs(logits, labels, backend=backend)
     expected = log_probs(logits.contiguous(), labels, backend=backend)
-    assert torch.equal(got[0], expected[0])
+    assert_same(got[0], expected[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -258,7 +258,7 @@ def test_fresh_memory_reaches_no_result(backend, device, interpreted, dtype, ent
     with poisoned_memory():
         check_against_reference(case, backend)
         for got, result in zip(results(), expected, strict=True):
-            assert_same_bits(got, result)
+            assert_same(got, result)
         x = case.logits.nan_to_num(0.0).requires_grad_()
         logp, entropy = log_probs(x, case.labels, backend=backend)
         (logp.sum() + entropy.sum()).backward()
@@ -288,11 +288,11 @@ def test_row_alone_has_the_bits_of_the_batch(backend, device, dtype, entropy_coe
         memory = torch.empty(V + 3, dtype=dtype, device=device)
         logits = memory[3:].copy_(case.logits[i])[None]
         alone = run_kernel(Case(logits, *tokens, case.options), backend, bounds=(0.8, 1.2))
-        assert torch.equal(alone.gradient[0], together.gradient[i])
+        assert_same(alone.gradient[0], together.gradient[i])
         assert alone.output.log_probs[0] == together.output.log_probs[i]
         assert alone.output.entropy[0] == together.output.entropy[i]
         for one, of_all in zip(log_probs(logits, tokens[0], backend=backend), values, strict=True):
-            assert torch.equal(one.nan_to_num(9.0), of_all[i : i + 1].nan_to_num(9.0))
+            assert_same(one.nan_to_num(9.0), of_all[i : i + 1].nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -340,7 +340,7 @@ def test_calls_from_several_python_threads(backend, device, interpreted):
     expected = [run_kernel(case, backend).gradient for case in cases]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda case: run_kernel(case, backend).gradient, cases * 5))
-    assert all(map(torch.equal, results, expected * 5))
+    assert_same(results, expected * 5)
 
 
 def test_successive_calls_with_other_row_lengths(backend, device):

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from accuracy import assert_rounded
+from accuracy import assert_rounded, assert_same
 from helpers import transform_of
 from test_loss import OPTIONS, build_config
 from torch.utils._pytree import tree_map_only
@@ -233,10 +233,10 @@ def test_sampling_mask_equals_logits_of_minus_infinity(name):
     (got, gradient), (expected, expected_gradient) = results
     assert got.metrics.pop("label_outside_mask") == 1
     assert got.metrics == expected.metrics
-    assert torch.equal(got.loss, expected.loss)
-    assert torch.equal(got.log_probs, expected.log_probs)
-    assert torch.equal(got.entropy, expected.entropy)
-    assert torch.equal(gradient, expected_gradient)
+    assert_same(got.loss, expected.loss)
+    assert_same(got.log_probs, expected.log_probs)
+    assert_same(got.entropy, expected.entropy)
+    assert_same(gradient, expected_gradient)
 
 
 def test_gradcheck_with_sampling_mask():

@@ -14,7 +14,7 @@ from helpers import (
     DEVICES,
     KERNELS,
     Case,
-    assert_same_bits,
+    assert_same,
     case_with_sets,
     check_with_sets,
     examples,
@@ -61,9 +61,9 @@ def test_in_place(backend, device, dtype, name):
     leaf = unread(case.logits).requires_grad_()
     logits, options = leaf * 1, case.options | dict(sampling_mask=mask, inplace=True)
     out = bapo_loss(logits, *case.arguments(), backend=backend, **options)
-    assert_same_bits(Result(out, torch.autograd.grad(out.loss, leaf)), expected)
+    assert_same(Result(out, torch.autograd.grad(out.loss, leaf)), expected)
     if dtype != torch.float16:  # made in forward
-        assert torch.equal(logits.detach(), expected.gradient)
+        assert_same(logits.detach(), expected.gradient)
 
 
 def test_rows_without_a_set_have_the_same_bits(backend, device):
@@ -76,13 +76,13 @@ def test_rows_without_a_set_have_the_same_bits(backend, device):
         return parts_of(run_kernel_with_sets(*given, backend))
 
     got, whole = parts(), (mask.offsets.diff() == 0).view(6, 7)
-    assert all(map(torch.equal, parts(), got))
+    assert_same(parts(), got)
     assert 0 < whole.sum() < 42
     for a, b in zip(parts_of(run_kernel(case, backend)), got, strict=True):
-        assert torch.equal(a[whole], b[whole])
+        assert_same(a[whole], b[whole])
     for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
         for a, b in zip(parts(rows), got, strict=True):
-            assert torch.equal(a, b[rows])
+            assert_same(a, b[rows])
 
 
 def parts_of(result):
@@ -105,10 +105,10 @@ def test_rows_of_the_head_that_no_set_has_are_never_read(backend, device):
         p[unused] = torch.nan
     got = run(bapo_linear_loss, parameters, case, backend=backend)
     for a, b in zip(got.gradients, expected.gradients, strict=True):
-        assert torch.equal(a, b)
+        assert_same(a, b)
         assert a.isfinite().all()
     assert not got.gradients[1][unused].any()
-    assert torch.equal(got.output.loss, expected.output.loss)
+    assert_same(got.output.loss, expected.output.loss)
 
 
 def test_parameters_of_any_strides(backend, device):
@@ -181,7 +181,7 @@ def test_any_sets(backend, kinds, V, dtype, of_ids, of_offsets, statistics, seed
     given = dict(sampling_mask=mask, backend=backend)
     of_hidden = linear_log_probs(hidden, weight, case.labels, **given)
     for values in (*both, *of_hidden):
-        assert torch.equal(values.isnan(), wrong & labelled)
+        assert_same(values.isnan(), wrong & labelled)
     out = run_kernel_with_sets(case, mask, backend, statistics=statistics).output
     counted = unmasked & ((case.advantages != 0) | (seed % 2 == 1))
     if statistics == "all" or seed % 2 == 1:
@@ -383,7 +383,7 @@ def test_slices_and_their_concatenation(sets, cuts):
     parts = [mask[a:b] for a, b in pairwise(places)] or [mask]
     whole = SamplingMask.cat(parts)
     assert lists_of(whole) == expected
-    assert torch.equal(whole.offsets, mask._offsets)
+    assert_same(whole.offsets, mask._offsets)
 
 
 def from_file(mask):
@@ -403,12 +403,12 @@ def test_other_devices_copies_and_files():
     assert SamplingMask.from_lists(SETS, device="meta")._offsets.device.type == "meta"
     for copied in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask)):
         assert lists_of(copied) == SORTED
-        assert torch.equal(copied.token_ids, mask.token_ids)
+        assert_same(copied.token_ids, mask.token_ids)
     with pytest.raises(FrozenInstanceError):
         mask.offsets = mask.offsets + 1
     loaded = from_file(mask)
     assert lists_of(loaded) == SORTED
-    assert torch.equal(loaded.token_ids, mask.token_ids)
+    assert_same(loaded.token_ids, mask.token_ids)
     with pytest.raises(ValueError, match=r"offsets must rise from 0 to 1, got 7 at \(1,\)"):
         from_file(SamplingMask._of(torch.arange(1), torch.tensor([0, 7])))
 

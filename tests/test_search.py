@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from accuracy import assert_rounded
+from accuracy import assert_rounded, assert_same
 from helpers import PTX, needs_native
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from world import grid, resumed
@@ -173,11 +173,11 @@ def test_kernels_find_what_the_reference_finds(backend, device, interpreted, mos
         assert_rounded(table[0], expected, 2 * (4 + most))  # exp, products, a sum in any order
         found = solve(backend, table, config.options)
         for other in (solve_table(config, table[0]), search(call, logp.double())):
-            assert all(map(torch.equal, found, other))
+            assert_same(found, other)
         for target in (0.25, 0.5, 0.75):  # where the search may stop at any point
             aimed = replace(config, target=target)
             found = solve(backend, table, aimed.options)
-            assert all(map(torch.equal, found, solve_table(aimed, table[0])))
+            assert_same(found, solve_table(aimed, table[0]))
 
 
 def test_highest_share_of_all_points(backend, device, interpreted):
@@ -464,7 +464,7 @@ def test_a_state_that_is_refused_changes_nothing(message):
     with pytest.raises(ValueError, match=message):
         search.load_state_dict(BAD_STATES[message](search.state_dict()))
     after = search.state_dict()
-    assert torch.equal(*(state["ranks"]["0"].pop("table") for state in (before, after)))
+    assert_same(*(state["ranks"]["0"].pop("table") for state in (before, after)))
     assert before == after
     if message in BAD_TABLES:
         histogram = ContributionHistogram()

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from accuracy import assert_as_reference
+from accuracy import assert_as_reference, assert_same
 from causal_lm import CausalLM
 from helpers import in_some_orders, sets_of
 from shards import B, H, S, V, check_means, head, linear_case, of_rank, outputs_and_loss, whole_case
@@ -160,7 +160,7 @@ def test_zero3(function, options):
     gathered.data = torch.empty(0)
     gathered.data = whole.clone()
     sum(losses).backward()
-    assert torch.equal(plain.grad, gathered.grad)
+    assert_same(plain.grad, gathered.grad)
 
 
 def dtensor_rank(rank, function, options):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from accuracy import assert_rounded
+from accuracy import assert_rounded, assert_same
 from helpers import DEVICES, INTERPRETED, KERNELS, PTX, check_against_reference, make_case
 from operands import options_of
 
@@ -57,7 +57,7 @@ def test_programs_that_stride_over_rows_find_every_wanted_one(n, V):
         only[wanted] = 1
         some = gradient(logits, labels, found, dlog_probs, only)
         assert some[:, only == 0].isnan().all()
-        assert torch.equal(some[:, only != 0], everything[:, only != 0])
+        assert_same(some[:, only != 0], everything[:, only != 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -66,7 +66,7 @@ def test_scaling_strides_over_rows(dtype):
         x, _ = rows_and_labels(11, 700, dtype)
         expected = (x.float() * factor).to(dtype)
         torch.ops.bapo_kernels_triton.scale_(x, factor)
-        assert torch.equal(x, expected)
+        assert_same(x, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,10 +78,10 @@ def test_what_fills_the_last_tile_does_not_change_the_bits(V, dtype):
     longer = min(2 ** V.bit_length() - 1, V + 400)  # of the same fixed point and width of tiles
     padded = torch.nn.functional.pad(logits, (0, longer - V), value=-float("inf"))
     alone, filled = statistics(logits, labels), statistics(padded, labels)
-    assert all(torch.equal(a, b) for a, b in zip(alone, filled, strict=True))
+    assert_same(alone, filled)
     dlog_probs = torch.randn(4, dtype=torch.float64, device=DEVICE)
     expected = gradient(padded, labels, filled, dlog_probs, None)
-    assert torch.equal(gradient(logits, labels, alone, dlog_probs, None), expected[..., :V])
+    assert_same(gradient(logits, labels, alone, dlog_probs, None), expected[..., :V])
     assert not expected[..., V:].any()
 
 
@@ -109,7 +109,7 @@ def test_rows_end_at_every_number_of_a_thread(dtype, vector):
         assert_rounded(got, expected, 4 - 2 * log_p)
         scaled = logits.double() * 0.5
         torch.ops.bapo_kernels_triton.scale_(logits, torch.tensor(0.5, device=DEVICE))
-        assert torch.equal(logits, scaled.to(dtype))
+        assert_same(logits, scaled.to(dtype))
 
 
 def test_several_labels_of_a_row():
@@ -121,22 +121,22 @@ def test_several_labels_of_a_row():
     found = statistics(logits, labels)
     for k in (0, 3, 127, 128, 129):
         alone = statistics(logits, one := labels[:, k].contiguous())
-        assert torch.equal(found[0][:, k], alone[0])
-        assert all(torch.equal(a, b) for a, b in zip(found[1:], alone[1:], strict=True))
+        assert_same(found[0][:, k], alone[0])
+        assert_same(found[1:], alone[1:])
     dlog_probs = torch.zeros(n, K, dtype=torch.float64, device=DEVICE)
     dlog_probs[:, 3], dlog_probs[:, 129] = 0.25, 0.5
     got = gradient(logits, labels, found, dlog_probs, None)
     others = torch.zeros_like(logits, dtype=torch.bool).scatter_(2, labels[None], True)
     others.scatter_(2, one[None, :, None], False)
     expected = gradient(logits, one, alone, dlog_probs.sum(1), None)
-    assert torch.equal(got[~others], expected[~others])
+    assert_same(got[~others], expected[~others])
     log_p = logits.double().log_softmax(-1)[others]
     assert_rounded(got[others], -0.75 * log_p.exp(), 4 - 2 * log_p)
 
     only = torch.tensor([1, 1, 0, 1, 1], dtype=torch.uint8, device=DEVICE)
     some = gradient(logits, labels, found, dlog_probs, only)
     assert some[0, 2].isnan().all()
-    assert torch.equal(some[:, only != 0], got[:, only != 0])
+    assert_same(some[:, only != 0], got[:, only != 0])
     logits[0, 1], dlog_probs[1] = float("nan"), 0.0
     assert not gradient(logits, labels, statistics(logits, labels), dlog_probs, None)[0, 1].any()
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from accuracy import assert_sums
+from accuracy import assert_same, assert_sums
 from helpers import DEVICES, KERNELS
 from operands import call, tokens_of
 
@@ -67,7 +67,7 @@ def test_packed_sequences(on_policy, dtype):
     check_means(got, log_probs, counted, offsets, before)
     untouched = ~counted
     untouched[-9:] = True
-    assert torch.equal(got[untouched], before[untouched])
+    assert_same(got[untouched], before[untouched])
 
 
 @pytest.mark.parametrize("length", [1, 7, 2_500])
@@ -77,13 +77,13 @@ def test_rows_have_the_bits_of_packed_sequences(length):
     offsets, second = length * torch.arange(5, device=DEVICE), slice(length, 2 * length)
     rows = log_ratios(*tokens, length=length)
     check_means(rows, log_probs - old.double(), counted, offsets)
-    assert torch.equal(rows, log_ratios(*tokens, cu_seqlens=offsets))
-    assert torch.equal(rows[second], log_ratios(*(x[second] for x in tokens), length=length))
+    assert_same(rows, log_ratios(*tokens, cu_seqlens=offsets))
+    assert_same(rows[second], log_ratios(*(x[second] for x in tokens), length=length))
     added, packed = (
         with_means(log_probs, counted, torch.zeros_like(log_probs), **sequences)
         for sequences in (dict(length=length), dict(cu_seqlens=offsets))
     )
-    assert torch.equal(added, packed)
+    assert_same(added, packed)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -93,10 +93,10 @@ def test_what_is_not_finite_shows_in_its_sequence_alone(bad):
     old[15], counted[15], log_probs[15] = bad, True, -1.0
     in_second = torch.arange(40, device=DEVICE) // 10 == 1
     got = log_ratios(log_probs, counted, old, length=10)
-    assert torch.equal(got.isnan(), counted & in_second)
+    assert_same(got.isnan(), counted & in_second)
     log_probs[15] = -torch.inf
     got = log_ratios(log_probs, counted, None, length=10)
-    assert torch.equal(got == -torch.inf, counted & in_second)
+    assert_same(got == -torch.inf, counted & in_second)
     assert not got[~(counted & in_second)].any()
 
 

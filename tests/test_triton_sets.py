@@ -3,7 +3,7 @@
 import pytest
 import set_operators as cases
 import torch
-from accuracy import assert_sums
+from accuracy import assert_same, assert_sums
 from far_apart import FRONT, check_far_apart
 from helpers import DEVICES, INTERPRETED, KERNELS, PTX
 from operands import call
@@ -83,7 +83,7 @@ def test_programs_that_stride_over_rows_find_every_wanted_one(ops):
         call(ops, operator, known, **{name: everywhere})
         assert everywhere.isfinite().all()
         expected = torch.where(wanted, everywhere.view(n, -1), cases.LEFT)
-        assert torch.equal(some.view(n, -1), expected)
+        assert_same(some.view(n, -1), expected)
 
 
 def test_rows_of_the_head_times_zero_are_not_read(ops):
@@ -114,7 +114,7 @@ def test_ids_at_every_place(ops):
     before = pad(ids[..., :-1], (1, 0), value=-1)
     broken = ((ids >= V) | (ids <= before)).flatten()
     for values in values_of_both(ops, sets):
-        assert torch.equal(values.isnan(), broken)
+        assert_same(values.isnan(), broken)
     sets = cases.random_sets(range(1, n + 1), V)
     sets.token_ids[sets.offsets[1:] - 1] = V - 1
     for values in values_of_both(ops, sets):

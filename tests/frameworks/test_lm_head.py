@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from accuracy import assert_same
 from causal_lm import CausalLM, H, Logits, V, recipe
 from helpers import EPS, assert_within_budget
 from parity import assert_gradients
@@ -235,7 +236,7 @@ def test_lora_is_rounded_once():
     with torch.autocast("cpu", torch.bfloat16):
         weight = head.weight
     assert weight.dtype == torch.bfloat16
-    assert torch.equal(head.weight, weight)
+    assert_same(head.weight, weight)
     ulp = 2.0 ** (exact.abs().log2().floor() - 7)
     half = 0.5 + 2**16 * EPS[torch.float32]  # the sum is float32 before
     assert ((weight.double() - exact).abs() <= half * ulp).all()
@@ -496,4 +497,4 @@ def test_compiled():
         lambda: linear_log_probs(hidden, head.weight, TOKENS[:, 1:])[0],
     ):
         compiled = torch.compile(function, backend="eager", fullgraph=True)
-        assert torch.equal(compiled(), function())
+        assert_same(compiled(), function())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accuracy import assert_same
 from helpers import allowed_by, assert_within_budget, exhaustive_unless, fixed_bounds, needs_native
 from parity import assert_trained
 from world import world
@@ -371,7 +372,7 @@ def test_searched_bounds(tmp_path, name):
         plain.append(trained(Searching, tmp_path, ours.rollouts, **options))
     exact = options | dict(rollouts=in_double(ours.rollouts), dtype=torch.float64)
     true = trained(Searching, tmp_path, **exact)
-    assert torch.equal(torch.tensor(ours.decided), torch.tensor(true.decided))
+    assert_same(torch.tensor(ours.decided), torch.tensor(true.decided))
     assert len({tuple(b) for b in ours.decided}) > 1, "the search must have work"
     for entry in ours.state.log_history:
         outside = entry.pop("bapo/label_outside_mask", None)
@@ -621,7 +622,7 @@ def test_resumed_training(tmp_path, kind, options, why):
     with pytest.warns(UserWarning, match=message) if why else contextlib.nullcontext():
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     if why:
-        assert torch.equal(torch.tensor(again.decided[0]), torch.tensor([0.6, 1.2]))
+        assert_same(torch.tensor(again.decided[0]), torch.tensor([0.6, 1.2]))
         assert len({tuple(bounds) for bounds in again.decided}) > 1
         return
     assert again.decided[0] == first.decided[4] != first.decided[0]
@@ -642,7 +643,7 @@ def test_evaluation(tmp_path, capsys):
     assert math.isfinite(trainer.evaluate()["eval_loss"])
     assert {tuple(bounds) for bounds in trainer.decided} == {tuple(b.item() for b in before)}
     assert trainer.search.bounds == before
-    assert torch.equal(trainer.search.histogram.table, table)
+    assert_same(trainer.search.histogram.table, table)
     trainer.search = ClipBoundSearch(trainer.bapo_config, "step")
     trainer.decided.clear()
     trainer.evaluate()  # before a training has decided
