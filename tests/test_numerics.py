@@ -5,13 +5,12 @@ from itertools import product
 
 import pytest
 import torch
-from accuracy import assert_rounded
+from accuracy import assert_rounded, assert_same
 from helpers import (
     LAYOUTS,
     PTX,
     Case,
     Result,
-    assert_same,
     check_against_reference,
     make_case,
     plain_result,

@@ -9,12 +9,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from accuracy import assert_as_reference
+from accuracy import assert_as_reference, assert_same
 from helpers import (
     DEVICES,
     KERNELS,
     Case,
-    assert_same,
     case_with_sets,
     check_with_sets,
     examples,
