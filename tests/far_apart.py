@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from accuracy import assert_same
 from cuda_on_host.emulated import CALLERS
-from operands import call
+from operands import call, names_of
 from ptx import executor
 from set_operators import (
     PLAIN,
@@ -25,8 +25,6 @@ from set_operators import (
     run_pass,
     values_of,
 )
-
-from bapo_kernels.core.operators import SCHEMAS
 
 FAR = 2**31
 FRONT = 8  # rows before the others; the first of them has a set of FAR values
@@ -78,7 +76,7 @@ class FarApart:
 
     def __getattr__(self, operator):
         def run(*arguments):
-            names = [argument.split()[-1] for argument in SCHEMAS[operator].split(", ")]
+            names = names_of(operator)
             given = dict(zip(names, arguments, strict=True))
             given = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
             copies = {name: self.far(name, x) for name, x in given.items()}

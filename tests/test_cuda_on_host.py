@@ -47,6 +47,7 @@ from bapo_kernels import BAPOConfig, ClipBounds, bapo_loss, bapo_loss_from_log_p
 from bapo_kernels.backends import self_check
 from bapo_kernels.config import SURROGATES
 from bapo_kernels.core import rows
+from bapo_kernels.core.arguments import single
 from bapo_kernels.core.arguments.prepare import prepared
 from bapo_kernels.core.arguments.together import loss_arguments
 from bapo_kernels.core.call import Call
@@ -399,8 +400,7 @@ def test_more_sequences_than_blocks(on_host, library, monkeypatch):
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
 def test_broken_offsets_of_sequences(on_host, library, offsets, monkeypatch):
     """The loss is NaN; nothing is read or written outside of the tokens."""
-    single = "bapo_kernels.core.arguments.single"
-    monkeypatch.setattr(f"{single}.is_readable", lambda offsets: False)  # as of a GPU
+    monkeypatch.setattr(single, "is_readable", lambda offsets: False)  # as of a GPU
     N, cu_seqlens = 1_100, torch.tensor(offsets)
     logp, old, A, _ = tokens(N)
     options = dict(config=BAPOConfig(ratio_level="sequence"), cu_seqlens=cu_seqlens, backend="cpu")
