@@ -184,7 +184,7 @@ ALL_OPTIONS = BAPOConfig.recipe(
 ROWS = {
     "aligned": (0, 0, 8, BAPOConfig()),
     "aligned, all options": (0, 0, 8, ALL_OPTIONS),
-    "unaligned": (3, 1, 5, BAPOConfig()),
+    "unaligned gradient": (3, 0, 5, BAPOConfig()),
     "unaligned, all options": (-1, 3, 5, ALL_OPTIONS),
     "aligned and unaligned": (0, 0, 5, BAPOConfig()),
 }

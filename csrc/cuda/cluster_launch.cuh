@@ -95,7 +95,6 @@ const char* launch_clusters(void (*kernel)(Parameters...), const ClusterPlan& pl
     const char* const message = message_of(error, function, config);
     fits = !refused && (error != cudaSuccess || clusters > 0);
     if (!refused) return message;
-    cudaGetLastError();  // forgets it
     warn_of_refusal(message);
     const std::lock_guard lock(occupancy_mutex);
     occupancy_cache[key] = 0;

@@ -54,7 +54,9 @@ auto with_row_type(const LogitRows& rows, F f) {
 }
 
 inline const char* message_of(cudaError_t error) {
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    if (error == cudaSuccess) return nullptr;
+    cudaGetLastError();  // forgets it: torch's next launch would raise it again
+    return cudaGetErrorString(error);
 }
 // Also names the launch; valid until the next message of this thread.
 inline const char* message_of(cudaError_t error, const void* kernel,
@@ -66,8 +68,8 @@ inline const char* message_of(cudaError_t error, const void* kernel,
     std::snprintf(message, sizeof message,
                   "%s (%u blocks of %u threads with %zu bytes of shared memory each, of the kernel "
                   "%.600s)",
-                  cudaGetErrorString(error), config.gridDim.x, config.blockDim.x,
-                  config.dynamicSmemBytes, name);
+                  message_of(error), config.gridDim.x, config.blockDim.x, config.dynamicSmemBytes,
+                  name);
     return message;
 }
 

@@ -24,6 +24,7 @@ void device(int64_t major, int64_t bytes_per_multiprocessor, int64_t clusters, i
     emulated::launches = {};
     emulated::index_of_tensors = 0;
     emulated::allowed.clear();
+    emulated::last = cudaSuccess;
     emulated::reason.clear();
     emulated::failure = {};
     cuda::clear_occupancy_cache();

@@ -64,6 +64,8 @@ class Library:
                 return operator(*arguments, **options)
             except RuntimeError as error:
                 raise self.failure or error from None
+            finally:
+                assert self.runtime.cudaGetLastError() == 0, "torch's next launch raises it again"
 
         return run
 

@@ -29,9 +29,9 @@ std::map<const void*, const char*>& kernels() {
 
 constexpr int kUnaskedBytes = 48 << 10;  // of shared memory, without an attribute
 
-cudaError_t refuse(cudaError_t error, const std::string& reason) {
+cudaError_t refuse(cudaError_t error, const std::string& reason = {}) {
     emulated::reason = reason;
-    return error;
+    return emulated::last = error;
 }
 // Without a device guard, or on another stream than torch's current one.
 cudaError_t misplaced(const std::string& function, const void* stream = emulated::stream) {
@@ -123,9 +123,9 @@ cudaError_t cudaFuncGetName(const char** name, const void* function) {
     *name = kernels().at(function);
     return cudaSuccess;
 }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+VISIBLE cudaError_t cudaGetLastError() { return std::exchange(emulated::last, cudaSuccess); }
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*, const cudaLaunchConfig_t*) {
-    if (const cudaError_t error = emulated::failure.now()) return error;
+    if (const cudaError_t error = emulated::failure.now()) return refuse(error);
     *count = emulated::device.clusters;
     return cudaSuccess;
 }
@@ -143,15 +143,17 @@ VISIBLE cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const 
     if (const cudaError_t error = misplaced("a launch", config->stream)) return error;
     const emulated::Allowed& most = emulated::allowed[{emulated::current, function}];
     const int unasked = kUnaskedBytes - bytes_of(name);
-    if (grid.x == 0 || grid.x > INT_MAX || grid.x % cluster) return cudaErrorInvalidConfiguration;
+    if (grid.x == 0 || grid.x > INT_MAX || grid.x % cluster) {
+        return refuse(cudaErrorInvalidConfiguration);
+    }
     if ((int)config->dynamicSmemBytes > std::max(most.bytes, unasked)) {
         return refuse(cudaErrorInvalidValue,
                       "more shared memory than the kernel's attribute allows");
     }
     if (config->numAttrs && (emulated::device.clusters == 0 || cluster > (unsigned)most.cluster)) {
-        return cudaErrorInvalidClusterSize;
+        return refuse(cudaErrorInvalidClusterSize);
     }
-    if (const cudaError_t error = emulated::failure.now()) return error;
+    if (const cudaError_t error = emulated::failure.now()) return refuse(error);
     if (config->numAttrs) emulated::launches.cluster = cluster;
     ++emulated::launches.count;
     const auto bytes = (unsigned)config->dynamicSmemBytes, major = (unsigned)emulated::device.major;

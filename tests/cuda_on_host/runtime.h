@@ -32,7 +32,8 @@ struct Allowed {
 };
 inline std::map<std::pair<int, const void*>, Allowed> allowed;
 
-// Why the last call was refused, which cudaGetErrorString returns.
+// What cudaGetLastError returns, and why that call was refused, for cudaGetErrorString.
+inline cudaError_t last = cudaSuccess;
 inline std::string reason;
 
 // The launches since these values were last reset.
