@@ -366,7 +366,8 @@ def test_ratios_of_sequences(on_host, library, of, name):
             library.seed = seed
             got, gradient = check_log_probs("cpu", *batch, **options, statistics=statistics)
             results.append((got.loss, gradient))
-        assert all(all(map(torch.equal, each, results[0])) for each in results)
+        for each in results:
+            assert_same(each, results[0], "loss, gradient")
 
 
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)

@@ -110,7 +110,8 @@ def check(worlds, function, name, dtype, backend, data, tensor, device="cpu", **
         outside = [r["metrics"].get("label_outside_mask", 0) for r in (got, truth)]
         assert data * outside[0] == outside[1]
         expected = truth["bounds"].float()
-        assert all(torch.equal(outputs["bounds"], expected) for outputs in parts)
+        for outputs in parts:
+            assert_same(outputs["bounds"], expected, "bounds")
         assert name != "paper" or expected[1] > 1.2, "the case must need a search"
         if len(leaves) > 1 and name == "a search that stops early":
             assert 1.2 < expected[1] < 3

@@ -275,7 +275,7 @@ class TestHistogram:
             torch.set_num_threads(count)
             tables.append(ContributionHistogram().update(*case).table)
         torch.set_num_threads(threads)
-        assert all(torch.equal(tables[0], table) for table in tables)
+        assert_same(tables, tables[:1] * len(tables), "table")
 
 
 def random_tokens():
