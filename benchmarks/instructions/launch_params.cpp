@@ -53,6 +53,7 @@ int main(int, char** argv) {
     params.maximum = {0.9, 3.0};
     all.scales = {1.0f, 1.44269504f};
 
+    emulated::current = 0;
     emulated::device.major = atoi(argv[5]);
     emulated::device.bytes_per_multiprocessor = atoi(argv[6]);
     emulated::device.bytes_per_block = atoi(argv[6]) - 1024;

@@ -40,6 +40,7 @@ def test_budget(vocabulary, dtype):
     needs_machine_code("sm_90")
     rows = (Row("sm_90", vocabulary, dtype, gradient) for gradient in (True, False))
     counts, alone = (row.counts() for row in rows)
+    assert (counts["loads"] > 0) == (vocabulary > 8_192), "clusters have a warp that loads"
     found = {
         "both passes": counts["first pass"] + counts["second pass"],
         "all phases": counts["all"],
