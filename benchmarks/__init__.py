@@ -3,8 +3,6 @@ import os
 import tempfile
 from pathlib import Path
 
-# Read when torch is imported; otherwise its profiler prints into the progress bar.
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     # Inductor's cache hands one capability the code of another, which writes past its tensors.
     folder = Path(tempfile.gettempdir()) / f"inductor_{getpass.getuser()}_{capability}"

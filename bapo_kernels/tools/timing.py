@@ -6,6 +6,7 @@ May import ``empty_cache`` alone: what is timed is the caller's.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,15 +49,16 @@ class CPUClock:
 
     def peak_bytes(self, call: Call) -> int:
         """Peak memory of a call, above what was allocated before."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints two lines
         empty_cache()  # memory that an earlier call has left belongs to the peak of this one
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
             call()
-        assert profile.profiler is not None and profile.profiler.kineto_results is not None
-        events = profile.profiler.kineto_results.events()
-        memory = [event for event in events if event.name() == "[memory]"]
+        results: Any = profile.profiler and profile.profiler.kineto_results
+        memory = [event for event in results.events() if event.name() == "[memory]"]
         memory.sort(key=lambda event: event.start_ns())
-        return max(itertools.accumulate((event.nbytes() for event in memory), initial=0))
+        sizes: list[int] = [event.nbytes() for event in memory]
+        return max(itertools.accumulate(sizes, initial=0))
 
 
 class GPUClock:
@@ -131,9 +133,8 @@ def in_turns(
     failures: dict[str, Exception] = {}
     for turn, name in itertools.product(range(clock.TURNS), calls):
         mine = samples[name]
-        if turn >= 2 and max(mine, default=0.0) > LONG or turn >= 3 and sum(mine) > ENOUGH:
-            continue
-        if name not in failures:
+        done = (turn >= 2 and max(mine, default=0.0) > LONG) or (turn >= 3 and sum(mine) > ENOUGH)
+        if name not in failures and not done:
             tell(f"{name}: turn {turn + 1} of {clock.TURNS}")
             try:
                 mine += clock.samples(calls[name])
