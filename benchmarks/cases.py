@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -18,12 +16,13 @@ from bapo_kernels.tools.real_rows import real_head, real_rows
 
 from .distillation import Teacher
 from .row_classes import row_classes
-from .sets import LONG, ZIPF, Places, labels_in, sampling_mask
+from .sets import Places, labels_in, sampling_mask
 
 Divergence = Literal["forward_kl", "forward_kl_topk", "loss + forward_kl_topk"]
 Level = Literal["logits", "hidden"]  # what a method starts from
 GAUSSIAN, REAL = "Gaussian rows", "real rows"  # the profiles; real ones are at temperature 1
 SEQUENCES = 8
+FEW = 24  # tokens that are checked
 NOISE = {"on-policy": 0.0, "stale": 0.05, "very stale": 0.5}  # standard deviation of the log-ratio
 # Where a search stops, and the target that makes it stop there: the loop tests 1 pair or 53.
 SEARCHES = {"at the starting bounds": 0.0, "at the maximum bounds": 1.0}
@@ -37,7 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "sapo": dict(surrogate="sapo"),
     "gspo": dict(ratio_level="sequence"),
 }
-HEAD = "head"  # the sweep over the forms of the head
+HEAD, TARGETS = "head", "targets"  # the sweep over the forms of the head, and SPEC's targets
 # The sweep over sampling masks, and the same loss over the whole vocabulary.
 SAMPLING_MASK, WHOLE_VOCABULARY = "sampling mask", "no sampling mask"
 DISTILLATION = "distillation"  # the sweep over labels per row
@@ -81,7 +80,7 @@ class Case:
     V: int
     H: int
     dtype: str = "bfloat16"
-    layout: str = "dense"  # or padded, packed, zero advantage, mixed, or a layout of sets
+    layout: str = "dense"  # or zero advantage, mixed, or a layout of sets
     data: str = "stale"
     sweep: str | None = None
     frozen: bool = False
@@ -96,11 +95,9 @@ class Case:
     @property
     def config(self) -> BAPOConfig:
         """The paper's preset, or fixed bounds as in GRPO."""
-        mode = "seq-mean-token-mean" if self.layout == "packed" else "token-mean"
         if self.task in POLICIES:
-            return BAPOConfig.fixed(0.8, 1.2, loss_agg_mode=mode, **POLICIES[self.task])
-        target = SEARCHES.get(self.model, 0.4)
-        return BAPOConfig.paper(loss_agg_mode=mode, target=target)
+            return BAPOConfig.fixed(0.8, 1.2, **POLICIES[self.task])
+        return BAPOConfig.paper(target=SEARCHES.get(self.model, 0.4))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -109,13 +106,15 @@ class Case:
 
     @property
     def title(self) -> str:
-        """One line for tables and for ``--case``."""
+        """One line, the group of its benchmarks."""
         sizes = f"N = {self.N:,}, V = {self.V:,}, {self.dtype}"
         head, form = f", {'frozen' if self.frozen else 'trained'} head", ""
         if self.sweep == HEAD:
             form = head
         elif self.sweep in (SAMPLING_MASK, WHOLE_VOCABULARY):
             form = f", {self.sweep}{', frozen' if self.frozen else ''}"
+        elif self.sweep in (TARGETS, "many tokens"):
+            form = f", {self.sweep}"
         elif self.sweep == DISTILLATION:
             form = f", {self.sweep}{head if self.level == 'hidden' else ''}"
             form += f", K = {self.K}" if self.K else ", whole vocabulary"
@@ -123,10 +122,18 @@ class Case:
         source = f"{self.task} from {self.level}{form}"
         return f"{source}, {self.model}, {sizes}, {self.layout}, {self.data}"
 
+    def resized(self, **sizes: Any) -> Case:
+        """With sizes of one's own, which are those of no model."""
+        given = {name: size for name, size in sizes.items() if size is not None}
+        if self.level == "tokens":
+            given = {name: size for name, size in given.items() if name == "N"}
+        own = self.model if self.level == "tokens" or not {"V", "H"} & given.keys() else "any"
+        sweep = None if self.sweep in ("N", "V", "many tokens") and given else self.sweep
+        return replace(self, **given, model=own, sweep=sweep)
+
     def shrunk(self) -> Case:
-        """The same case, small enough for the reference in float64."""
-        V = self.V if self.level == "logits" else 2_048
-        return replace(self, N=3 * SEQUENCES, V=V, H=128)
+        """The same case with few rows, and as narrow a head as the reference in float64 takes."""
+        return replace(self, N=FEW, H=min(self.H, 128))
 
     def fields(self) -> dict[str, Any]:
         """The fields of a record."""
@@ -137,8 +144,8 @@ class Batch:
     """Inputs of a case, the same for every method.
 
     ``inputs`` are ``(logits,)`` or ``(hidden_states, lm_head_weight)``, leaves that require a
-    gradient, except for a frozen weight. ``labels``, ``old``, ``A`` and ``mask`` are ``[B, S]``, or
-    ``[N]`` if packed. ``unmasked`` and ``active`` are numbers of rows. ``sampling_mask`` is None
+    gradient, except for a frozen weight. ``labels``, ``old``, ``A`` and ``mask`` are ``[B, S]``.
+    ``unmasked`` and ``active`` are numbers of rows. ``sampling_mask`` is None
     except in the sweep over these; its sets have the labels, and ``old`` is of its distribution.
     ``columns`` are the labels whose log-probs the task needs, ``[..., K]`` if it has several, after
     the sampled one if its loss is needed too; ``teacher`` is None except in a distillation.
@@ -148,8 +155,7 @@ class Batch:
         g = torch.Generator(device).manual_seed(0)
         self.case, self.device = case, torch.device(device)
         dtype = case.torch_dtype
-        B, S = SEQUENCES, case.N // SEQUENCES
-        shape = (B, S) if case.layout != "packed" else (B * S,)
+        shape = B, S = SEQUENCES, case.N // SEQUENCES
 
         def normal(*sizes: int, scale: float) -> Tensor:
             values = torch.empty(sizes, dtype=dtype, device=device)
@@ -182,7 +188,7 @@ class Batch:
         if case.level == "tokens":
             self.logp = -3 * torch.rand(shape, generator=g, device=device)
         else:
-            self.logp = self.log_probs(dtype)
+            self.logp = self.log_probs()
         self.old = self.logp + NOISE[case.data] * noise
         self.sequence_A = torch.randn(B, generator=g, device=device)
         if case.layout == "zero advantage":
@@ -190,15 +196,8 @@ class Batch:
         elif case.layout == "mixed":
             self.sequence_A[MIXED_IDLE] = 0.0
         self.mask: Tensor | None = None
-        self.cu_seqlens: Tensor | None = None
-        if case.layout == "packed":
-            cuts = torch.randperm(B * S - 1, generator=g, device=device)[: B - 1].sort()[0] + 1
-            ends = torch.tensor([0, B * S], device=device)
-            self.cu_seqlens = torch.cat([ends[:1], cuts, ends[1:]]).int()
-            self.A = self.sequence_A.repeat_interleave(self.cu_seqlens.diff())
-        else:
-            self.A = self.sequence_A[:, None].expand(B, S).contiguous()
-        if case.layout in ("padded", "zero advantage", "mixed"):
+        self.A = self.sequence_A[:, None].expand(B, S).contiguous()
+        if case.layout in ("zero advantage", "mixed"):
             # Lengths from S/2 to S: a quarter of the batch is padding.
             lengths = torch.linspace(S / 2, S, B, device=device).round()
             self.mask = torch.arange(S, device=device) < lengths[:, None]
@@ -209,21 +208,16 @@ class Batch:
         for leaf in self.inputs[:1] if case.frozen else self.inputs:
             leaf.requires_grad_()
 
-    def log_probs(self, logits_dtype: torch.dtype) -> Tensor:
+    def log_probs(self) -> Tensor:
         """Of the labels, by the reference: the data must not depend on the kernels under test."""
         logp = torch.empty(self.labels.shape, device=self.device)
-        for part, logits in self.logits(logits_dtype):
+        flat, *weight = (leaf.detach().flatten(0, -2) for leaf in self.inputs)
+        for part in map(slice, range(0, self.case.N, 256), range(256, self.case.N + 256, 256)):
+            logits = F.linear(flat[part], *weight) if weight else flat[part]
             mask = None if self.sampling_mask is None else self.sampling_mask[part]
             labels = self.labels.flatten()[part]
             logp.view(-1)[part] = reference.log_probs(logits, labels, sampling_mask=mask)[0]
         return logp
-
-    def logits(self, dtype: torch.dtype, rows: int = 256) -> Iterator[tuple[slice, Tensor]]:
-        """So many rows at a time, with their place."""
-        flat, *weight = (leaf.detach().to(dtype).flatten(0, -2) for leaf in self.inputs)
-        for first in range(0, self.case.N, rows):
-            part = slice(first, first + rows)
-            yield part, F.linear(flat[part], *weight) if weight else flat[part]
 
     def _leave_undecided(self, count: int) -> None:
         """Makes ``count`` active rows, evenly spread, undecided by moving their ratio."""
@@ -250,11 +244,6 @@ class Batch:
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """``log_probs, old_log_probs, advantages, response_mask``."""
         return self.logp, self.old, self.A, self.mask
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The other arguments of a loss."""
-        return {"config": self.case.config, "cu_seqlens": self.cu_seqlens}
 
     @cached_property
     def overwritable(self) -> Batch:
@@ -318,96 +307,10 @@ class Batch:
 
 
 def _real(case: Case, shape: tuple[int, ...], device: str) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Inputs and labels; no H is below 128, after which rows are repeated."""
-    made = partial(real_head, H=case.H) if case.level == "hidden" else real_rows
-    *inputs, labels = made((N := min(case.N, 128),), case.V)
+    """Inputs and labels; after 128 rows, or H, they are repeated."""
+    hidden = case.level == "hidden"
+    made = partial(real_head, H=case.H) if hidden else real_rows
+    *inputs, labels = made((N := min(case.N, 128, case.H if hidden else 128),), case.V)
     rows, *head = (x.to(device, case.torch_dtype) for x in inputs)
     again = torch.arange(case.N, device=device).view(shape) % N
     return (rows[again], *head), labels.to(device)[again]
-
-
-def cpu_suite() -> Iterator[Case]:
-    """The suite for two cores, about an hour."""
-    small = ("Qwen3-0.6B", "Llama-3.2-1B", "Gemma-3-1B", "DeepSeek-V3", "gpt-oss-20b")
-    many = Case("hidden", "loss", "any", 8_192, 151_936, 128, sweep="many tokens")
-    yield from _suite(small, {"logits": 256, "hidden": 128}, (32, 64, 512), many)
-    yield from _forms_of_the_head("Qwen3-0.6B", 512)
-    yield from _sampling_masks("Qwen3-0.6B", 512)
-    for N, most in ((256, (8, 64, 256)), (2_048, (64,))):
-        # Products of half precision take minutes on a CPU without instructions for it.
-        yield from _distillation("Qwen3-0.6B", N, ("bfloat16", "float32"), most)
-
-
-def gpu_suite() -> Iterator[Case]:
-    """The suite for a GPU, some minutes."""
-    large = ("Qwen3-8B", "Llama-3-8B", "Gemma-3-12B", "DeepSeek-V3", "gpt-oss-20b")
-    sweep = (1_024, 2_048, 4_096, 24_576)
-    many = Case.of("hidden", "loss", "Qwen3-8B", 131_072, sweep="many tokens")
-    yield from _suite(large, {"logits": 8_192, "hidden": 8_192}, sweep, many)
-    yield from _forms_of_the_head("Qwen3-8B", 8_192)
-    yield from _sampling_masks("Qwen3-8B", 8_192)
-    for layout in (*LONG, ZIPF):
-        options = {"sweep": SAMPLING_MASK, "layout": layout}
-        yield Case.of("hidden", "loss", "Qwen3-8B", 8_192, **options)
-    for N, model in itertools.product((4_096, 16_384), ("Qwen3-8B", "Llama-3-8B")):
-        yield from _distillation(model, N, ("bfloat16",), (8, 64))
-
-
-def _suite(
-    models: tuple[str, ...], tokens: dict[str, int], sweep: tuple[int, ...], many_tokens: Case
-) -> Iterator[Case]:
-    first = models[0]
-    for level, N in tokens.items():
-        for model in models:
-            yield Case.of(level, "loss", model, N)
-        yield Case.of(level, "loss", first, N, dtype="float32")
-        for dtype in ("bfloat16", "float32"):
-            yield Case.of(level, "loss", first, N, dtype=dtype, profile=REAL)
-        for policy in POLICIES:
-            yield Case.of(level, policy, first, N)
-        yield Case.of(level, "log_probs", first, N)
-        for data in ("on-policy", "very stale"):
-            yield Case.of(level, "loss", first, N, data=data)
-        for layout in ("padded", "packed", "zero advantage"):
-            yield Case.of(level, "loss", first, N, layout=layout)
-        for n in sweep:
-            yield Case.of(level, "loss", first, n, sweep="N")
-        for V in (8_192, 32_768, 65_536, 262_144):
-            yield replace(Case.of(level, "loss", first, N), model="any", V=V, sweep="V")
-    yield many_tokens
-    for n in (8_192, 131_072, 1_048_576):
-        for end in SEARCHES:
-            yield Case("tokens", "search", end, n, 1, 1, "float32", data="very stale")
-
-
-def _forms_of_the_head(model: str, N: int) -> Iterator[Case]:
-    for dtype in ("bfloat16", "float32"):
-        case = Case.of("hidden", "loss", model, N, dtype=dtype, sweep=HEAD)
-        yield case
-        yield replace(case, frozen=True)
-        if dtype == "bfloat16":
-            yield replace(case, layout="zero advantage")
-
-
-def _sampling_masks(model: str, N: int) -> Iterator[Case]:
-    sweeps = SAMPLING_MASK, WHOLE_VOCABULARY
-    for dtype, sweep in itertools.product(("bfloat16", "float32"), sweeps):
-        options = {"dtype": dtype, "sweep": sweep}
-        yield Case.of("logits", "loss", model, N, **options)
-        yield Case.of("hidden", "loss", model, N, **options)
-        yield Case.of("hidden", "loss", model, N, **options, frozen=True)
-
-
-def _distillation(
-    model: str, N: int, dtypes: tuple[str, ...], most: tuple[int, ...]
-) -> Iterator[Case]:
-    """From hidden states, in the last of the dtypes."""
-    of = partial(Case.of, model=model, N=N, sweep=DISTILLATION)
-    for dtype in dtypes:
-        yield of("logits", "vjp", dtype=dtype, K=64)
-    of = partial(of, "hidden", dtype=dtypes[-1])
-    yield of("loss + forward_kl_topk", K=64)
-    for frozen in (False, True):
-        for K in most:
-            yield of("forward_kl_topk", frozen=frozen, K=K)
-        yield of("forward_kl", frozen=frozen)

@@ -39,9 +39,9 @@ QUACK = {"package": "quack-kernels", "module": "quack.cross_entropy"}
 ON_A_GPU = {"devices": ("cuda",)}
 kernel = partial(cut, impl="cce", filter_eps=None)  # without gradient filtering
 compiled = partial(cut, impl="torch_compile")
-METHODS = [
-    Method("cut-cross-entropy", "hidden", log_probs=kernel, **CUT, **ON_A_GPU),
-    Method("cut-cross-entropy, compiled", "hidden", log_probs=compiled, holds_logits=True, **CUT),
-    Method("flash-attn cross entropy", "logits", log_probs=flash_attention, **FLASH, **ON_A_GPU),
-    Method("QuACK cross entropy", "logits", log_probs=quack, **QUACK, **ON_A_GPU),
+LOGITS = [
+    Method("flash-attn cross entropy", log_probs=flash_attention, **FLASH, **ON_A_GPU),
+    Method("QuACK cross entropy", log_probs=quack, **QUACK, **ON_A_GPU),
 ]
+HIDDEN = [Method("cut-cross-entropy", log_probs=kernel, **CUT, **ON_A_GPU)]
+WITH_ALL_LOGITS = [Method("cut-cross-entropy, compiled", log_probs=compiled, **CUT)]

@@ -10,9 +10,6 @@ from torch import Tensor
 from ..cases import Batch
 from .method import Method, Step, trained
 
-# GRPO takes [B, S] tokens and one advantage per sequence.
-LAYOUTS = ("dense", "padded", "zero advantage", "mixed")
-
 
 def cross_entropy(batch: Batch) -> Tensor:
     """Writes the gradient over the logits in forward."""
@@ -39,7 +36,7 @@ def grpo(batch: Batch) -> Step:
 
 
 def linear_grpo(batch: Batch) -> Step:
-    """One sequence at a time, which is its default."""
+    """One sequence at a time, which is its default; one advantage per sequence."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     config, (hidden, weight) = batch.case.config, batch.inputs
@@ -77,16 +74,17 @@ def divergence(batch: Batch, compiled: bool) -> Step:
     return trained(loss, batch)
 
 
-def _liger(name: str, level: str, **options: object) -> Method:
-    return Method(f"Liger {name}", level, package="liger-kernel", **options)  # type: ignore[arg-type]
-
-
-METHODS = [
-    _liger("cross entropy", "logits", log_probs=cross_entropy, devices=("cuda",), overwrites=True),
-    _liger("GRPO", "logits", train=grpo, devices=("cuda",), tasks=("clip",), layouts=LAYOUTS),
-    _liger("scaled cross entropy", "hidden", log_probs=scaled_cross_entropy),
-    _liger("fused linear GRPO", "hidden", train=linear_grpo, tasks=("clip",), layouts=LAYOUTS),
+LIGER = {"package": "liger-kernel"}
+OF_A_GPU = LIGER | {"devices": ("cuda",)}
+LOGITS = [
+    Method("Liger cross entropy", log_probs=cross_entropy, overwrites=True, **OF_A_GPU),
 ]
-for form in ("", ", compiled"):
-    whole = partial(divergence, compiled=bool(form))
-    METHODS += [_liger(f"fused linear JSD{form}", "hidden", train=whole, tasks=("forward_kl",))]
+GRPO = {
+    "logits": Method("Liger GRPO", grpo, **OF_A_GPU),
+    "hidden": Method("Liger fused linear GRPO", linear_grpo, **LIGER),
+}
+HIDDEN = [Method("Liger scaled cross entropy", log_probs=scaled_cross_entropy, **LIGER)]
+WHOLE = [
+    Method(f"Liger fused linear JSD{form}", partial(divergence, compiled=bool(form)), **LIGER)
+    for form in ("", ", compiled")
+]

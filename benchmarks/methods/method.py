@@ -7,61 +7,48 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
+import torch
 from torch import Tensor
 
 from bapo_kernels import available_backends, reference
 
-from ..cases import HEAD, SAMPLING_MASK, WHOLE_VOCABULARY, Batch, Case
+from ..cases import Batch
 from ..distillation import forward_kl
+from ..floor import Floor
 
-# What log-probs of several labels are enough for.
-OF_TOP_K = ("vjp", "forward_kl_topk", "loss + forward_kl_topk")
 Step = tuple[Tensor, tuple[Tensor | None, ...]]  # loss, log-probs or bounds; gradients of inputs
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to compute a case: ours or a baseline.
+    """One way to compute a case, or a yardstick: a copy or bare matrix products.
 
     Attributes:
         name: as shown in tables.
-        level: level of the cases that it computes.
         train: computes loss and gradients of a batch.
-        log_probs: computes log-probs of a batch, ``[N]`` or ``[B, S]``, differentiable; of its
-            columns ``[..., K]`` in a distillation.
+        log_probs: computes log-probs of the columns of a batch, ``[N]``, ``[B, S]`` or, with
+            several columns, ``[..., K]``, differentiable.
+        yardstick: makes the call that is timed, with memory of its own.
+        need: the floor of a yardstick.
         package: the distribution that it comes from.
         module: imported to find out whether the method can be used.
         devices: the devices that it runs on.
-        tasks: tasks that it computes, as far as its functions allow.
-        layouts: layouts that it accepts.
         overwrites: it overwrites the logits, which are restored, untimed, before each call.
         live: rows of zero advantage are not read.
         backend: the backend of this package.
-        everywhere: False for a slow method that is measured on a few cases only.
-        holds_logits: from hidden states, it holds the logits of all tokens at once.
-        dtypes: of the inputs that it is measured with.
-        sweep: the only sweep that it is measured in. Without one it is measured in all, but with
-            sampling masks only if it is ours.
-        float32_logits: from hidden states of half precision, it makes float32 logits.
     """
 
     name: str
-    level: str
     train: Callable[[Batch], Step] | None = None
     log_probs: Callable[[Batch], Tensor] | None = None
+    yardstick: Callable[[Batch], Callable[[], object]] | None = None
+    need: Callable[[Batch], Floor] | None = None
     package: str | None = None
     module: str | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
-    tasks: tuple[str, ...] = ("loss", "clip", "log_probs", "search")
-    layouts: tuple[str, ...] = ("dense", "padded", "packed", "zero advantage", "mixed")
     overwrites: bool = False
     live: bool = False
     backend: str | None = None
-    everywhere: bool = True
-    holds_logits: bool = False
-    dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    sweep: str | None = None
-    float32_logits: bool = False
 
     @property
     def version(self) -> str | None:
@@ -71,26 +58,8 @@ class Method:
         except PackageNotFoundError:
             return None
 
-    def takes(self, case: Case) -> bool:
-        """Whether the method is meant for such a case."""
-        known = self.log_probs if case.task == "log_probs" else self.train or self.log_probs
-        if case.level != self.level or case.task not in self.tasks or known is None:
-            return False
-        if self.live and case.layout not in ("zero advantage", "mixed"):
-            return False
-        if case.dtype not in self.dtypes or self.sweep not in (None, case.sweep):
-            return False
-        if case.sweep == HEAD:
-            return self.backend is not None or (self.everywhere and case.layout == "dense")
-        if case.sweep in (SAMPLING_MASK, WHOLE_VOCABULARY):
-            return self.sweep == SAMPLING_MASK or (self.backend is not None and self.everywhere)
-        if case.sweep == "many tokens":
-            return not self.holds_logits
-        plain = case.sweep is None and case.layout == "dense" and case.data == "stale"
-        return plain or self.everywhere
-
-    def why_not(self, case: Case, device: str) -> str | None:
-        """Why it cannot compute a case that it takes; None if it can."""
+    def why_not(self, device: str) -> str | None:
+        """Why it cannot run here; None if it can."""
         if device not in self.devices:
             return f"does not run on {device}"
         if self.backend is not None and available_backends()[self.backend] is not None:
@@ -102,46 +71,43 @@ class Method:
                 import_module(self.module)
             except Exception as error:  # a package may fail in any way
                 return f"{self.module} cannot be imported: {error}"
-        if case.sweep == SAMPLING_MASK or case.layout in self.layouts:
-            return None
-        return f"takes no {case.layout} batch"
+        return None
 
     def step(self, batch: Batch) -> Step:
         """Computes the case of the batch."""
         for leaf in batch.inputs:
             leaf.grad = None
-        if batch.case.task == "log_probs":
-            assert self.log_probs is not None
-            return self.log_probs(batch), ()
-        if batch.teacher is not None and self.log_probs is not None:
-            return distilled(self.log_probs(batch).view(batch.columns.shape), batch)
         if self.train is not None:
             return self.train(batch)
         assert self.log_probs is not None
-        logp = self.log_probs(batch).view(batch.labels.shape)
-        out = reference.bapo_loss_from_log_probs(
-            logp, batch.old, batch.A, batch.mask, **batch.options
-        )
-        return trained(out.loss, batch)
+        with torch.set_grad_enabled(batch.case.task != "log_probs"):
+            logp = self.log_probs(batch).view(batch.columns.shape)
+        return trained(value_of(logp, batch), batch)
 
 
-def trained(loss: Tensor, batch: Batch) -> Step:
-    """The loss, and the gradients that its backward accumulates at the inputs."""
-    loss.backward()
-    return loss.detach(), tuple(leaf.grad for leaf in batch.inputs)
+def trained(value: Tensor, batch: Batch) -> Step:
+    """The value, and the gradients that its backward accumulates at the inputs."""
+    if batch.case.task == "log_probs":
+        return value.detach(), ()
+    weights = None
+    if batch.case.task == "vjp":
+        assert batch.teacher is not None
+        weights = batch.teacher.log_probs.exp().view(value.shape).to(value.dtype)
+    value.backward(weights)
+    return value.detach(), tuple(leaf.grad for leaf in batch.inputs)
 
 
-def distilled(logp: Tensor, batch: Batch) -> Step:
-    """The task from log-probs of the columns, and the gradients of the inputs."""
-    teacher, task = batch.teacher, batch.case.task
-    assert teacher is not None
-    if task == "vjp":
-        logp.backward(teacher.log_probs.exp().view(logp.shape).to(logp.dtype))
-        return logp.detach(), tuple(leaf.grad for leaf in batch.inputs)
-    logp = logp.float()
-    of_ids = logp[..., -batch.case.K :]
-    loss = forward_kl(of_ids, teacher.log_probs.view(of_ids.shape)).mean()
-    if task != "forward_kl_topk":
-        arguments = logp[..., 0], batch.old, batch.A, batch.mask
-        loss = loss + reference.bapo_loss_from_log_probs(*arguments, **batch.options).loss
-    return trained(loss, batch)
+def value_of(logp: Tensor, batch: Batch) -> Tensor:
+    """What the case makes of log-probs of its columns: a loss, or these themselves."""
+    task = batch.case.task
+    if task in ("log_probs", "vjp"):
+        return logp
+    logp, loss = logp.to(torch.promote_types(logp.dtype, torch.float32)), 0.0
+    if batch.teacher is not None:
+        of_ids = logp[..., -batch.case.K :]
+        loss = forward_kl(of_ids, batch.teacher.log_probs.view(of_ids.shape)).mean()
+        if task == "forward_kl_topk":
+            return loss
+        logp = logp[..., 0]
+    arguments = logp, batch.old, batch.A, batch.mask
+    return loss + reference.bapo_loss_from_log_probs(*arguments, config=batch.case.config).loss

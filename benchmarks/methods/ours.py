@@ -11,35 +11,36 @@ from torch import Tensor
 
 from bapo_kernels import bapo_linear_loss, bapo_loss, find_clip_bounds, linear_log_probs, log_probs
 
-from ..cases import HEAD, POLICIES, Batch
+from ..cases import Batch
 from ..distillation import forward_kl
-from .method import OF_TOP_K, Method, Step, trained
+from .method import Method, Step, trained
+from .yardsticks import row_pass
+
+BACKENDS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}  # by device
 
 
 def train(batch: Batch, **options: Any) -> Step:
     """Loss and gradients."""
     function = bapo_loss if batch.case.level == "logits" else bapo_linear_loss
-    options |= batch.options | {"sampling_mask": batch.sampling_mask}
-    out = function(*batch.inputs, *batch.rest, **options)
-    return trained(out.loss, batch)
+    options |= {"config": batch.case.config, "sampling_mask": batch.sampling_mask}
+    return trained(function(*batch.inputs, *batch.rest, **options).loss, batch)
 
 
 def train_inplace(batch: Batch, **options: Any) -> Step:
     """The gradient is written over the logits."""
     logits = batch.inputs[0].detach()
-    options |= batch.options | {"sampling_mask": batch.sampling_mask}
-    out = bapo_loss(logits, *batch.rest, inplace=True, **options)
-    return out.loss, (logits,)
+    options |= {"config": batch.case.config, "sampling_mask": batch.sampling_mask}
+    return bapo_loss(logits, *batch.rest, inplace=True, **options).loss, (logits,)
 
 
-def train_in_chunks(batch: Batch, chunks: int, live: bool, **options: Any) -> Step:
-    """From hidden states, the counted rows in so many equal chunks, or in one that is smaller."""
+def train_in_chunks(batch: Batch, live: bool = False, **options: Any) -> Step:
+    """From hidden states, the counted rows in four equal chunks."""
     rows, statistics = (batch.active, "live") if live else (batch.unmasked, "all")
-    return train(batch, chunk_tokens=-(-rows // chunks), statistics=statistics, **options)
+    return train(batch, chunk_tokens=-(-rows // 4), statistics=statistics, **options)
 
 
 def probs(batch: Batch, backend: str) -> Tensor:
-    """Log-probs; the entropy is computed with them."""
+    """Log-probs of the columns; the entropy is computed with them."""
     function = log_probs if batch.case.level == "logits" else linear_log_probs
     options = {"backend": backend, "sampling_mask": batch.sampling_mask}
     return function(*batch.inputs, batch.columns, **options)[0]
@@ -48,8 +49,8 @@ def probs(batch: Batch, backend: str) -> Tensor:
 def two_passes(batch: Batch, backend: str) -> Step:
     """BAPO's loss, and the distillation from log-probs of its own."""
     assert batch.teacher is not None
-    out = bapo_linear_loss(*batch.inputs, *batch.rest, backend=backend, **batch.options)
-    ids = batch.columns[..., 1:]
+    config, ids = batch.case.config, batch.columns[..., 1:]
+    out = bapo_linear_loss(*batch.inputs, *batch.rest, backend=backend, config=config)
     logp = linear_log_probs(*batch.inputs, ids, backend=backend)[0]
     kl = forward_kl(logp, batch.teacher.log_probs.view(ids.shape))
     return trained(out.loss + kl.mean(), batch)
@@ -60,45 +61,57 @@ def search(batch: Batch) -> Step:
     return torch.stack(find_clip_bounds(*batch.tokens, config=batch.case.config)), ()
 
 
-def _of_backend(backend: str, device: str) -> Iterator[Method]:
-    name = f"bapo_kernels {backend}"
-    runs = {"devices": (device,), "backend": backend, "tasks": ("loss", "log_probs", *POLICIES)}
-    for level in ("logits", "hidden"):
-        plain = partial(train, backend=backend)
-        all_tasks = runs | {"tasks": (*runs["tasks"], *OF_TOP_K)}
-        yield Method(name, level, plain, partial(probs, backend=backend), **all_tasks)
-        live = partial(train, backend=backend, statistics="live")
-        yield Method(f"{name}, live", level, live, live=True, **runs)
-    if device == "cuda":
-        whole = partial(train, backend=backend, chunk_tokens=2**31)
-        once = {"everywhere": False, "holds_logits": True}
-        yield Method(f"{name}, one chunk", "hidden", whole, **once, **runs)
-    yield from _forms_of_the_head(name, backend, runs)
-    apart = runs | {"tasks": OF_TOP_K[2:]}
-    yield Method(f"{name}, two passes", "hidden", partial(two_passes, backend=backend), **apart)
-    inplace = partial(train_inplace, backend=backend)
-    yield Method(f"{name}, in place", "logits", inplace, overwrites=True, **runs)
+def _of_backends(device: str, form: str, function: Any, **options: Any) -> Iterator[Method]:
+    role = options.pop("role", "train")
+    for name in BACKENDS[device]:
+        options |= {"backend": name, role: partial(function, backend=name)}
+        yield Method(f"bapo_kernels {name}{form}", devices=(device,), **options)
 
 
-def _forms_of_the_head(name: str, backend: str, runs: dict[str, Any]) -> Iterator[Method]:
-    in_chunks = partial(train_in_chunks, backend=backend, chunks=4)
-    for form, live in (("", False), (", live", True)):
-        function = partial(in_chunks, live=live)
-        yield _form(f"{name}{form}, chunk_tokens = N/4", function, live=live, **runs)
-    wide = partial(train, backend=backend, logits_dtype=torch.float32)
-    half = {"dtypes": ("bfloat16",), "float32_logits": True}
-    yield _form(f"{name}, float32 logits", wide, **half, **runs)
-    log_probs_alone = partial(probs, backend=backend)
-    yield _form(f"{name}, log-probs, then loss", log_probs=log_probs_alone, **runs)
+def losses(device: str, live: bool = False) -> list[Method]:
+    """Loss and gradients by every backend; also with the rows of zero advantage left out."""
+    found = [*_of_backends(device, "", train)]
+    if live:
+        found += _of_backends(device, ", live", partial(train, statistics="live"), live=True)
+    return found
 
 
-def _form(name: str, *functions: Any, **options: Any) -> Method:
-    return Method(name, "hidden", *functions, sweep=HEAD, **options)
+def in_place(device: str) -> list[Method]:
+    """Over the logits."""
+    return [*_of_backends(device, ", in place", train_inplace, overwrites=True)]
 
 
-METHODS = [
-    *_of_backend("cpu", "cpu"),
-    *_of_backend("cuda", "cuda"),
-    *_of_backend("triton", "cuda"),
-    Method("bapo_kernels", "tokens", search),
-]
+def one_chunk(device: str) -> list[Method]:
+    """From hidden states, all logits at once."""
+    return [*_of_backends(device, ", one chunk", partial(train, chunk_tokens=2**31))]
+
+
+def forms_of_the_head(device: str, dtype: str, live: bool) -> list[Method]:
+    """In chunks, with wider logits, and with the loss after the log-probs."""
+    found = [*_of_backends(device, ", chunk_tokens = N/4", train_in_chunks)]
+    if live:
+        in_chunks = partial(train_in_chunks, live=True)
+        found += _of_backends(device, ", live, chunk_tokens = N/4", in_chunks, live=True)
+    if dtype == "bfloat16":
+        wide = partial(train, logits_dtype=torch.float32)
+        found += _of_backends(device, ", float32 logits", wide)
+    found += _of_backends(device, ", log-probs, then loss", probs, role="log_probs")
+    return found
+
+
+def log_probs_alone(device: str) -> list[Method]:
+    """Log-probs of the columns, from which the task is computed."""
+    return [*_of_backends(device, "", probs, role="log_probs")]
+
+
+def apart(device: str) -> list[Method]:
+    """A distillation in a pass of its own."""
+    return [*_of_backends(device, ", two passes", two_passes)]
+
+
+def row_passes(device: str) -> list[Method]:
+    """The first pass alone of each backend."""
+    return [
+        Method(f"{ours.name}, row pass alone", yardstick=partial(row_pass, method=ours))
+        for ours in losses(device)
+    ]

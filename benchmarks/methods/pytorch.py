@@ -1,8 +1,7 @@
-"""Plain PyTorch: this package's reference, cross entropy with the token loss, and both compiled."""
+"""Plain PyTorch: cross entropy with the token loss, also compiled, and the search as a loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from bapo_kernels import reference
 
 from ..cases import Batch
-from .method import OF_TOP_K, Method, Step, trained
+from .method import Method, Step
 
 
 def cross_entropy(*inputs: Tensor) -> Tensor:
@@ -36,22 +35,10 @@ def chunked_head(batch: Batch) -> Tensor:
     return -F.linear_cross_entropy(hidden, weight, labels, reduction="none", options=options)
 
 
-def reference_loss(*arguments: Any, **options: Any) -> Tensor:
-    """The reference loss, from logits or from hidden states and weight."""
-    hidden = arguments[1].is_floating_point()
-    function = reference.bapo_linear_loss if hidden else reference.bapo_loss
-    return function(*arguments, **options).loss
-
-
 @cache
 def compiled(function: Any) -> Any:
     """The function compiled by torch.compile, once."""
     return torch.compile(function)
-
-
-def _reference(batch: Batch, compile_it: bool) -> Step:
-    function = compiled(reference_loss) if compile_it else reference_loss
-    return trained(function(*batch.inputs, *batch.rest, **batch.options), batch)
 
 
 def _cross_entropy(batch: Batch, compile_it: bool) -> Tensor:
@@ -63,26 +50,12 @@ def _search(batch: Batch) -> Step:
     return torch.stack(reference.find_clip_bounds(*batch.tokens, config=batch.case.config)), ()
 
 
-def _methods(level: str) -> Iterator[Method]:
-    yield Method("PyTorch log_softmax", level, log_probs=log_softmax, tasks=OF_TOP_K)
-    whole = {"holds_logits": True}
-    for name, it in (("", False), (", compiled", True)):
-        loss, log_probs = (partial(f, compile_it=it) for f in (_reference, _cross_entropy))
-        yield Method(f"PyTorch reference{name}", level, loss, everywhere=False, **whole)
-        yield Method(f"PyTorch cross_entropy{name}", level, log_probs=log_probs, **whole)
-
-
-METHODS = [
-    *_methods("logits"),
-    *_methods("hidden"),
-    Method(
-        "PyTorch linear_cross_entropy",
-        "hidden",
-        log_probs=chunked_head,
-        module="torch.nn.modules.linear_cross_entropy_options",
-        # The CPU's cases are too few tokens for its chunks (docs/internals/measured.md).
-        devices=("cuda",),
-        everywhere=False,
-    ),
-    Method("the paper's loop", "tokens", _search),
+CROSS_ENTROPY = [
+    Method(f"PyTorch cross_entropy{form}", log_probs=partial(_cross_entropy, compile_it=bool(form)))
+    for form in ("", ", compiled")
 ]
+# The CPU's cases are too few tokens for its chunks (docs/internals/measured.md).
+CHUNKED = {"module": "torch.nn.modules.linear_cross_entropy_options", "devices": ("cuda",)}
+HIDDEN = [Method("PyTorch linear_cross_entropy", log_probs=chunked_head, **CHUNKED)]
+OF_TOP_K = Method("PyTorch log_softmax", log_probs=log_softmax)
+LOOP = Method("the paper's loop", _search)

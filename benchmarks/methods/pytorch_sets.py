@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cases import SAMPLING_MASK, Batch
+from ..cases import Batch
 from ..sets import Places
 from .method import Method
 from .pytorch import compiled
@@ -52,18 +51,17 @@ def _of_values(places: Places, values: Tensor) -> Tensor:
     return -F.cross_entropy(padded, places.labels, reduction="none")
 
 
-def _method(name: str, level: str, function: Callable[..., Tensor], **options: Any) -> Method:
+def _method(name: str, function: Callable[..., Tensor]) -> Method:
     def log_probs(batch: Batch) -> Tensor:
         made = compiled(function) if name.endswith("compiled") else function
         return made(batch.places, batch.labels, *batch.inputs)
 
-    return Method(name, level, log_probs=log_probs, sweep=SAMPLING_MASK, **options)
+    return Method(f"PyTorch {name}", log_probs=log_probs)
 
 
-METHODS = [_method("PyTorch sampled_addmm", "hidden", sampled, dtypes=("float32",))]
-METHODS += [
-    _method(f"PyTorch {name}{form}", level, function)
-    for level in ("logits", "hidden")
+SAMPLED = _method("sampled_addmm", sampled)  # of float32
+SETS = [
+    _method(f"{name}{form}", function)
     for name, function in (("masked_fill", filled), ("gather", gathered))
     for form in ("", ", compiled")
 ]

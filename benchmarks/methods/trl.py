@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..cases import HEAD, Batch
+from ..cases import Batch
 from .method import Method, Step, trained
 
 CHUNK = 8_192  # columns of a tile, TRL's default
@@ -37,10 +37,7 @@ def triton_kernel(batch: Batch) -> Tensor:
     """``selective_log_softmax_and_entropy``."""
     from trl.kernels import selective_log_softmax_and_entropy
 
-    logits, labels, mask = batch.inputs[0], batch.labels, batch.mask
-    if logits.ndim == 2:
-        logits, labels = logits[None], labels[None]
-    return selective_log_softmax_and_entropy(logits, labels, 1.0, mask)[0]
+    return selective_log_softmax_and_entropy(batch.inputs[0], batch.labels, 1.0, batch.mask)[0]
 
 
 def selective_log_softmax(batch: Batch) -> Tensor:
@@ -75,22 +72,13 @@ def divergence(batch: Batch) -> Step:
     return trained(ChunkedDivergenceFunction.apply(*heads, 0.0)[0].mean(), batch)
 
 
-METHODS = [
-    Method("TRL selective_log_softmax", "logits", log_probs=selective_log_softmax, package="trl"),
-    Method("TRL Triton", "logits", log_probs=triton_kernel, package="trl", devices=("cuda",)),
-    Method("TRL chunked head", "hidden", log_probs=chunked_head, package="trl"),
-    Method(
-        "TRL chunked head, cast to float32",
-        "hidden",
-        log_probs=partial(chunked_head, cast=True),
-        package="trl",
-        sweep=HEAD,
-        dtypes=("bfloat16",),
-        float32_logits=True,
-    ),
+TRL = {"package": "trl"}
+LOGITS = [
+    Method("TRL selective_log_softmax", log_probs=selective_log_softmax, **TRL),
+    Method("TRL Triton", log_probs=triton_kernel, devices=("cuda",), **TRL),
 ]
-OPTIONS = {"package": "trl", "float32_logits": True}
-METHODS += [
-    Method("TRL top-K distillation", "hidden", top_k_kl, tasks=("forward_kl_topk",), **OPTIONS),
-    Method("TRL divergence", "hidden", divergence, tasks=("forward_kl",), **OPTIONS),
-]
+HIDDEN = [Method("TRL chunked head", log_probs=chunked_head, **TRL)]
+CAST = partial(chunked_head, cast=True)
+WIDE = Method("TRL chunked head, cast to float32", log_probs=CAST, **TRL)  # of bfloat16
+TOP_K = Method("TRL top-K distillation", top_k_kl, **TRL)
+WHOLE = Method("TRL divergence", divergence, **TRL)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cases import Batch
-from .method import OF_TOP_K, Method
+from .method import Method
 
 
 def _import_verl() -> None:
@@ -59,12 +59,10 @@ def top_k(batch: Batch) -> Tensor:
     return _chunked_topk_log_probs(logits, batch.columns)
 
 
-METHODS = [
-    Method("verl logprobs_from_logits", "logits", log_probs=logits, package="verl"),
-    Method("verl chunked head", "hidden", log_probs=chunked_head, package="verl"),
-    Method("verl Triton head", "hidden", log_probs=triton_head, package="verl", devices=("cuda",)),
+VERL = {"package": "verl"}
+LOGITS = [Method("verl logprobs_from_logits", log_probs=logits, **VERL)]
+HIDDEN = [
+    Method("verl chunked head", log_probs=chunked_head, **VERL),
+    Method("verl Triton head", log_probs=triton_head, devices=("cuda",), **VERL),
 ]
-for level in ("logits", "hidden"):
-    METHODS += [
-        Method("verl top-K log-probs", level, log_probs=top_k, package="verl", tasks=OF_TOP_K)
-    ]
+TOP_K = Method("verl top-K log-probs", log_probs=top_k, **VERL)

@@ -1,0 +1,67 @@
+"""Loss and gradients from hidden states, beside the bare matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from .cases import HEAD, POLICIES, REAL, TARGETS, Case
+from .methods import cross_entropies, liger, ours, pytorch, trl, verl
+from .methods.method import Method
+from .methods.yardsticks import IN_CHUNKS, THREE, TWO
+from .test_logits import CPU, GPU
+
+IN_PARTS = [  # hold the logits of a part of the tokens
+    *trl.HIDDEN,
+    *liger.HIDDEN,
+    *verl.HIDDEN,
+    *cross_entropies.HIDDEN,
+    *pytorch.HIDDEN,
+]
+BASELINES = [*IN_PARTS, *cross_entropies.WITH_ALL_LOGITS, *pytorch.CROSS_ENTROPY]
+
+
+def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
+    cpu = device == "cpu"
+    models, N, sweep = (CPU, 128, (64, 512)) if cpu else (GPU, 8_192, (1_024, 24_576))
+    mine = [THREE, *ours.losses(device)]
+    everyone = [*mine, *BASELINES]
+    for model in models:
+        yield Case.of("hidden", "loss", model, N), everyone
+    loss = partial(Case.of, "hidden", "loss", models[0], N)
+    yield loss(dtype="float32"), everyone
+    for dtype in ("bfloat16", "float32"):
+        yield loss(dtype=dtype, profile=REAL), everyone
+    for policy in POLICIES:
+        others = [liger.GRPO["hidden"], *BASELINES] if policy == "clip" else []
+        yield Case.of("hidden", policy, models[0], N), [*mine, *others]
+    live = [THREE, *ours.losses(device, live=True)]
+    yield loss(layout="zero advantage"), [*live, *BASELINES]
+    for n in sweep:
+        yield Case.of("hidden", "loss", models[0], n, sweep="N"), everyone
+    for V in (8_192, 32_768, 65_536, 262_144):
+        yield replace(loss(), model="any", V=V, sweep="V"), everyone
+    many = replace(loss(), N=8_192, H=128, model="any") if cpu else replace(loss(), N=131_072)
+    yield replace(many, sweep="many tokens"), [*mine, *IN_PARTS]
+    if not cpu:
+        yield loss(sweep=TARGETS), [*mine, *ours.one_chunk(device)]
+    yield from _forms_of_the_head(device, models[0], 512 if cpu else N)
+
+
+def _forms_of_the_head(device: str, model: str, N: int) -> Iterator[tuple[Case, list[Method]]]:
+    """Trained and frozen, and with rows of zero advantage."""
+    for dtype in ("bfloat16", "float32"):
+        wide = [trl.WIDE] if dtype == "bfloat16" else []
+        case = Case.of("hidden", "loss", model, N, dtype=dtype, sweep=HEAD)
+        for yardstick, products, frozen in ((THREE, 3, False), (TWO, 2, True)):
+            mine = [*ours.losses(device), *ours.forms_of_the_head(device, dtype, live=False)]
+            methods = [yardstick, IN_CHUNKS[products], *mine, *wide, *BASELINES]
+            yield replace(case, frozen=frozen), methods
+        if dtype == "bfloat16":
+            mine = [*ours.losses(device, live=True), *ours.forms_of_the_head(device, dtype, True)]
+            yield replace(case, layout="zero advantage"), [THREE, IN_CHUNKS[3], *mine]
+
+
+def test_hidden(measure):
+    measure()
