@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -121,6 +122,11 @@ class Case:
         form += f", {REAL}" if self.profile == REAL else ""
         source = f"{self.task} from {self.level}{form}"
         return f"{source}, {self.model}, {sizes}, {self.layout}, {self.data}"
+
+    @property
+    def short_title(self) -> str:
+        """For ``-k``, without what most cases have in common."""
+        return re.sub(" = |,(?=[0-9])|, dense|, stale", "", self.title)
 
     def resized(self, **sizes: Any) -> Case:
         """With sizes of one's own, which are those of no model."""

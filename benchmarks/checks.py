@@ -31,7 +31,11 @@ def check(method: Method, few: FewRows) -> dict[str, float]:
     Raises:
         WrongAnswerError: ours exceeds its budget, or a result is not finite or of another shape.
     """
-    value, gradients = method.step(few.batch)
+    batch = few.batch
+    if method.overwrites:
+        batch = few.batch.overwritable
+        batch.restore(few.batch)
+    value, gradients = method.step(batch)
     value = value.view(few.truth[0].shape) if value.numel() == few.truth[0].numel() else value
     got, expected = (value, *gradients), (few.truth[0], *few.truth[1])
     names = "value", "gradient", "weight gradient"

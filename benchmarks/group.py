@@ -13,7 +13,7 @@ from .cases import Batch, Case
 from .checks import FewRows, WrongAnswerError, check
 from .floor import floor
 from .methods.method import Method
-from .targets import judged
+from .targets import targets
 
 
 class Group:
@@ -51,7 +51,7 @@ class Group:
         self.failures |= failed
         self._add_rates(methods)
         for method in methods:
-            judged(case, method, self.facts[method.name], self.facts)
+            self.facts[method.name]["targets"] = targets(case, method, self.facts)
 
     def _ready(self, method: Method, few: FewRows, facts: dict[str, Any]) -> Timed:
         """A call that has been made once, with its errors and costs."""
