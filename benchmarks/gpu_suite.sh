@@ -6,15 +6,14 @@
 # Every stage has a time limit. A stage that fails or reaches its limit keeps what it has written and
 # does not stop the others. Stages that would be pointless after a failure, or that no longer fit into
 # the budget (560 s), are skipped. In $OUT the suite leaves summary.txt and gpu_suite.tar.gz, both
-# renewed after every stage, cuda.jsonl with the records of the benchmarks, and now/ while a stage
-# runs.
+# renewed after every stage, and now/ while a stage runs. The archive has a JSON of pytest-benchmark for
+# each stage of benchmarks, cuda_*.json, as benchmarks/results takes it.
 #
 # Needs torch >= 2.10, Triton, numpy, rich, typer, pytest, pytest-xdist and hypothesis, and nvcc
 # unless $BAPO_PREBUILT is the output of `make prebuilt` for the same sources. The wheels in $WHEELS
-# (`make baselines`) are installed without their dependencies, for the stages with baselines alone.
+# (`make baselines`) are installed without their dependencies, for the stages of benchmarks alone.
 # BAPO_SUITE_DEVICE=cpu is a rehearsal on the CPU in small sizes.
 
-# shellcheck disable=SC2034  # lists of cases, which baselines() takes by their names
 set -uo pipefail
 
 SELF=$(realpath "${BASH_SOURCE[0]}")
@@ -28,13 +27,11 @@ cd "$(dirname "$SELF")/.." || exit 1
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 PYTHONUTF8=1
 
 NOW=$OUT/now
-RECORDS=$OUT/$DEVICE.jsonl
-MODELS=("Qwen3-8B, N = 8,192, V = 151,936, bfloat16, dense, stale" Llama-3-8B Gemma-3-12B)
-LOGITS=("${MODELS[@]/#/loss from logits, }")
-HIDDEN=("${MODELS[@]/#/loss from hidden, }")
-HEAD="head, Qwen3-8B" # trained and frozen
-MASK="sampling mask"  # and none
-TEACHER=distillation
+# What -k takes of the cases.
+MODELS="(Qwen3-8B-N8192 or Llama-3-8B or Gemma-3-12B) and bfloat16 and loss-from"
+MODELS+=" and not (zero or real or head or targets)"
+HEAD="trained-head or frozen-head"
+SIZES=()
 TESTS=(tests/test_gpu.py tests/test_loss.py tests/test_linear.py tests/test_log_probs.py
   tests/test_search.py tests/test_autograd.py tests/test_labels.py tests/test_misuse.py
   tests/test_numerics.py tests/test_errors.py tests/repository/test_benchmarks.py tests/test_cli.py
@@ -43,18 +40,15 @@ OTHER_TESTS=(tests/test_sampling_mask.py tests/test_policies.py tests/test_prepa
   tests/test_triton_rows.py tests/test_triton_sets.py tests/test_triton_sequences.py
   tests/test_distributed.py tests/test_metrics.py tests/test_compile.py)
 WORKERS=6
-TARGET_SIZES=()
 # Rows in one block and in clusters of every size, aligned or not.
 CHECKED_SIZES=(--N 512 --H 256 --V 5000 --V 20000 --V 40000 --V 80001 --V 151936 --V 262209)
 STEP_SIZES=()
 if [[ $DEVICE == cpu ]]; then
-  LOGITS=("search from tokens, at the starting bounds, N = 8,192")
-  HIDDEN=("search from tokens, at the maximum bounds, N = 8,192")
-  HEAD=${LOGITS[0]} MASK=${LOGITS[0]} TEACHER=${LOGITS[0]}
+  MODELS=in-place HEAD=trained-head-any-N16-V500-bfloat16
   TESTS=(tests/test_log_probs.py)
   OTHER_TESTS=(tests/test_prepare.py)
   WORKERS=0
-  TARGET_SIZES=(--tokens 16 --vocab 500 --hidden 16)
+  SIZES=(--tokens 16 --vocab 500 --hidden 16)
   CHECKED_SIZES=(--N 16 --H 16 --V 500 --V 501)
   STEP_SIZES=(--tokens 16 --vocab 500)
 fi
@@ -78,14 +72,14 @@ define_stages() {
   stage answers_triton 90 "answers triton" triton
   stage "graphs_$native" 40 "graphs $native" gpu "right:$native"
   stage graphs_triton 60 "graphs triton" gpu right:triton
-  stage "targets_$native" 45 "targets $native logits" "right:$native"
-  stage targets_triton 60 "targets triton logits" right:triton
-  stage "hidden_$native" 40 "targets $native hidden" "right:$native"
-  stage hidden_triton 45 "targets triton hidden" right:triton
+  stage "targets_$native" 60 "targets $native logits log_probs" "right:$native" plugin
+  stage targets_triton 75 "targets triton logits log_probs" right:triton plugin
+  stage "hidden_$native" 50 "targets $native hidden" "right:$native" plugin
+  stage hidden_triton 55 "targets triton hidden" right:triton plugin
   stage tests 160 "tests tests" right:any
   stage training_step 240 training_step "right:$native" trl
-  stage baselines_logits 140 "baselines LOGITS" right:any
-  stage baselines_hidden 140 "baselines HIDDEN" right:any
+  stage baselines_logits 140 "models logits" right:any plugin
+  stage baselines_hidden 140 "models hidden" right:any plugin
   stage memcheck 150 "sanitizer memcheck" right:any compute-sanitizer
   stage synccheck 150 "sanitizer synccheck" right:any compute-sanitizer
   # racecheck may take bulk copies, whose order a barrier in shared memory makes, for hazards: its
@@ -95,10 +89,10 @@ define_stages() {
   stage ncu_sets 60 "counters ncu_sets --sets" right:any ncu
   stage other_tests 200 "tests other_tests" right:any
   stage tune 40 tune right:triton
-  stage forms_of_head 120 "baselines HEAD" right:any
-  stage sampling_mask 200 "baselines MASK" right:any
-  stage distillation 240 "baselines TEACHER" right:any
-  stage shapes 200 shapes right:any
+  stage forms_of_head 120 forms_of_head right:any plugin
+  stage sampling_mask 200 "measure sampling_masks test benchmarks/test_sampling_masks.py" right:any plugin
+  stage distillation 240 "measure distillation test benchmarks/test_distillation.py" right:any plugin
+  stage shapes 200 shapes right:any plugin
   stage validate 300 validate right:any
 }
 
@@ -164,8 +158,9 @@ graphs() {
 }
 
 targets() {
-  $PYTHON -m benchmarks targets --device "$DEVICE" --backend "$1" --level "$2" \
-    "${TARGET_SIZES[@]}" --out "$RECORDS" --json "$NOW/targets_$1_$2.jsonl"
+  local files=("${@:2}")
+  files=("${files[@]/#/benchmarks/test_}")
+  measure "targets_$1_$2" "targets and bapo_kernels-$1" "${files[@]/%/.py}"
 }
 
 tests() {
@@ -223,20 +218,21 @@ add_wheels() {
   PYTHONPATH=$PYTHONPATH:$folder
 }
 
-baselines() {
-  local -n cases=$1
-  add_wheels
-  measure "${cases[@]/#/--case=}"
-}
+models() { measure "$1" "$MODELS" "benchmarks/test_$1.py"; }
 
-shapes() { measure --only bapo_kernels --minutes 3; }
+forms_of_head() { measure forms_of_head "$HEAD" benchmarks/test_hidden.py; }
 
+shapes() { measure shapes bapo_kernels benchmarks --minutes 3; }
+
+# Leaves a JSON of this name with the benchmarks of files that a keyword selects.
 measure() {
-  local without=() backend
+  local backend keyword="($2)"
   for backend in "$DEVICE" triton; do
-    is_right "$backend" || without+=(--without "bapo_kernels $backend")
+    is_right "$backend" || keyword+=" and not bapo_kernels-$backend"
   done
-  $PYTHON -m benchmarks run --device "$DEVICE" --out "$RECORDS" "${without[@]}" "$@"
+  add_wheels
+  $PYTHON -m pytest -p no:cacheprovider -k "$keyword" --device "$DEVICE" "${SIZES[@]}" \
+    --benchmark-json "$NOW/${DEVICE}_$1.json" "${@:3}"
 }
 
 validate() {
@@ -256,7 +252,8 @@ why_not() {
       right:*) why_not_right "${need#right:}" ;;
       cuda | cpu | triton) why_not_here "$need" ;;
       gpu) [[ $DEVICE == cuda ]] || echo "needs a GPU" ;;
-      trl) has_trl || echo "TRL is neither installed nor in $WHEELS" ;;
+      trl) has trl || echo "TRL is neither installed nor in $WHEELS" ;;
+      plugin) has pytest_benchmark || echo "pytest-benchmark is neither installed nor in $WHEELS" ;;
       *) command -v "$need" >/dev/null || echo "no $need on the path" ;;
     esac
   done
@@ -275,9 +272,9 @@ why_not_right() {
   [[ $answers == ok ]] || echo "answers_$1: $answers"
 }
 
-has_trl() {
-  compgen -G "$WHEELS/trl-*.whl" >/dev/null ||
-    $PYTHON -c "from importlib.metadata import version; version('trl')" &>/dev/null
+has() {
+  compgen -G "$WHEELS/$1-*.whl" >/dev/null ||
+    $PYTHON -c "from importlib.metadata import version; version('$1')" &>/dev/null
 }
 
 right_backends() {
@@ -347,7 +344,6 @@ keep() {
   printf '%s' "$SUMMARY" >"$OUT/summary.txt"
   [[ ! -d $NOW ]] || cp -r "$NOW/." "$DONE"
   cp "$OUT/summary.txt" "$DONE"
-  [[ ! -f $RECORDS ]] || cp "$RECORDS" "$DONE"
   tar -C "$DONE/.." -czf "$OUT/gpu_suite.tar.gz.new" gpu_suite &&
     mv "$OUT/gpu_suite.tar.gz.new" "$OUT/gpu_suite.tar.gz"
   rm -rf "$NOW"

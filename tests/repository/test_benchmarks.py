@@ -1,136 +1,170 @@
-"""Benchmarks: all methods compute the same, only correct ones are timed, rates are of a model."""
+"""Benchmarks: all methods compute the same, ours is timed only if correct, rates are of a model."""
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from helpers import KERNELS, assert_within_budget, needs_native
-from typer.testing import CliRunner
+from pages import ROOT
 
 from bapo_kernels import reference
 from bapo_kernels.core import autograd, rows, tokens
 from bapo_kernels.core.arguments import prepare
 from bapo_kernels.core.head import sets
+from bapo_kernels.tools import timing
 from bapo_kernels.tools.budget import in_some_orders
-from benchmarks import __main__ as benchmarks
-from benchmarks import gate, records, run, targets, timing
-from benchmarks.cases import DISTILLATION, HEAD, POLICIES, REAL, SAMPLING_MASK, Batch, Case
+from benchmarks import (
+    test_distillation,
+    test_hidden,
+    test_log_probs,
+    test_logits,
+    test_sampling_masks,
+    test_search,
+)
+from benchmarks.cases import SAMPLING_MASK, TARGETS, Batch, Case
+from benchmarks.checks import WrongAnswerError, log_probs
 from benchmarks.floor import floor
-from benchmarks.methods import Method, methods
+from benchmarks.group import Group
+from benchmarks.methods.method import Method
+from benchmarks.methods.yardsticks import COPY
+from benchmarks.targets import targets
+
+FILES = test_distillation, test_hidden, test_log_probs, test_logits, test_sampling_masks
+FILES += (test_search,)
+SMALL = dict(N=24, V=1_003, H=128, dtype="float32")
 
 
-def small(level, task="loss", dtype="float32", **options):
-    case = Case.of(level, task, "Qwen3-0.6B", 24, dtype=dtype, **options)
-    return replace(case, V=1_003, H=128)
+def small(level, task="loss", **options):
+    return Case(level, task, "any", **SMALL | options)
 
 
-TASKS = [dict(task=task) for task in ("loss", *POLICIES, "log_probs")]
-LAYOUTS = [dict(layout=layout) for layout in ("padded", "packed", "zero advantage")]
-LAYOUTS += [dict(profile=REAL), dict(profile=REAL, layout="packed")]
-OF_PLAIN_CASES = {"search", "loss", "log_probs", *POLICIES}
-ON_A_CPU = [method for method in methods() if "cpu" in method.devices]
-PLAIN = [m for m in ON_A_CPU if {*m.tasks} & OF_PLAIN_CASES and m.sweep != SAMPLING_MASK]
+def all_methods():
+    """By small case, those that run here and compile nothing."""
+    found = {}
+    for case, methods in itertools.chain(*(file.cases("cpu") for file in FILES)):
+        names = found.setdefault(case.resized(**SMALL), {})
+        names |= {m.name: m for m in methods if "compiled" not in m.name and not m.why_not("cpu")}
+    return {case: list(methods.values()) for case, methods in found.items()}
+
+
+ALL = all_methods()
 
 
 @needs_native
-@pytest.mark.parametrize("method", PLAIN, ids=lambda method: f"{method.name}, {method.level}")
-def test_every_method_computes_the_same(method):
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.short_title)
+def test_every_method_computes_the_same(case):
     """The compiled ones, which take minutes, are checked before they are timed."""
-    method = replace(method, everywhere=True, sweep=None, dtypes=("float32",))
-    cases = [small(method.level, data="very stale", **options) for options in TASKS + LAYOUTS]
-    if method.level == "tokens":
-        cases = [replace(cases[0], task="search", model="at the maximum bounds", V=1, H=1)]
-    if method.why_not(cases[0], "cpu") or "compiled" in method.name:
-        pytest.skip("not installed, or compiled")
-    cases = [case for case in cases if method.takes(case)]
-    assert cases
-    for case in cases:
-        assert max(gate.check(method, case, "cpu")) < 2e-5
+    group = Group(case, ALL[case], "cpu", timed=False)
+    assert group.failures == {}
+    for name, facts in group.facts.items():
+        errors = [facts[key] for key in ("value_error", "gradient_error") if key in facts]
+        assert max(errors, default=0.0) < 3e-5, name
+    assert any("bapo" in name for name in group.facts) or case.task == "forward_kl"
+    assert not case.frozen or group.batch.inputs[1].grad is None
 
 
-HEADS = [("logits", False), ("hidden", False), ("hidden", True)]  # and whether it is frozen
-of_teacher = partial(small, sweep=DISTILLATION)
-VJP, TOP_K = of_teacher("logits", "vjp", K=5), of_teacher("hidden", "forward_kl_topk", K=5)
-WITH_LOSS = replace(TOP_K, task="loss + forward_kl_topk")
-# And some of the methods that every machine has.
-OF_SWEEPS = {
-    VJP: {"bapo_kernels cpu", "PyTorch log_softmax"},
-    TOP_K: {"bapo_kernels cpu", "PyTorch log_softmax"},
-    WITH_LOSS: {"bapo_kernels cpu", "bapo_kernels cpu, two passes"},
-    of_teacher("hidden", "forward_kl", frozen=True): set(),  # packages alone
-}
-for level, frozen in HEADS:
-    of_head = partial(small, level, data="very stale", frozen=frozen)
-    OF_SWEEPS[of_head(sweep=SAMPLING_MASK)] = {"bapo_kernels cpu", "PyTorch gather"}
-    if level == "hidden":
-        OF_SWEEPS[of_head(sweep=HEAD)] = {"PyTorch cross_entropy", "bapo_kernels cpu"}
-        live = {"bapo_kernels cpu, live", "bapo_kernels cpu, live, chunk_tokens = N/4"}
-        OF_SWEEPS[of_head(sweep=HEAD, layout="zero advantage")] = live
-
-
-@needs_native
-@pytest.mark.parametrize("case", OF_SWEEPS, ids=lambda case: case.title)
-def test_every_method_of_a_sweep_computes_the_same(case):
-    checked = set()
-    for method in run.selected(case, "cpu", without=["compiled"])[0]:
-        assert max(gate.check(method, case, "cpu")) < 2e-5, method.name
-        method.step(batch := Batch(case, "cpu"))
-        assert not case.frozen or batch.inputs[1].grad is None
-        checked.add(method.name)
-    assert checked >= OF_SWEEPS[case]
-
-
-def right(batch):
-    function = reference.log_probs if batch.case.level == "logits" else reference.linear_log_probs
-    return function(*batch.inputs, batch.columns)[0]
-
-
-def wrong_in_part(batch, of_loss=1.0, of_gradient=1.0):
-    arguments = right(batch), batch.old, batch.A, batch.mask
-    loss = reference.bapo_loss_from_log_probs(*arguments, **batch.options).loss
-    gradient = torch.autograd.grad(loss, batch.inputs)[0]
-    return of_loss * loss.detach(), (of_gradient * gradient,)
+def part(batch, of_loss=1.0, of_gradient=1.0):
+    """Right but for these factors."""
+    arguments = log_probs(batch), batch.old, batch.A, batch.mask
+    loss = reference.bapo_loss_from_log_probs(*arguments, config=batch.case.config).loss
+    gradients = torch.autograd.grad(loss, batch.inputs)
+    return of_loss * loss.detach(), tuple(of_gradient * gradient for gradient in gradients)
 
 
 def broken(batch):
     raise RuntimeError("out of order")
 
 
-TIMED = replace(small("logits"), N=48)  # twice as many tokens as are checked first
+OURS = {"backend": "reference"}
 MADE_UP = {
-    "right": {"log_probs": right},
-    "wrong": {"log_probs": lambda batch: 1.1 * right(batch)},
-    "wrong gradient": {"train": partial(wrong_in_part, of_gradient=1.5)},
-    "wrong at full size": {"train": lambda b: wrong_in_part(b, 2.0 if b.case.N == TIMED.N else 1)},
+    "right": {"log_probs": log_probs} | OURS,
+    "wrong gradient": {"train": partial(part, of_gradient=1.01)} | OURS,
+    "wrong loss": {"train": partial(part, of_loss=1.01)} | OURS,
+    "inexact baseline": {"train": partial(part, of_gradient=1.01)},
+    "NaN": {"train": partial(part, of_gradient=torch.nan)},
     "broken": {"log_probs": broken},
-    "not installed": {"log_probs": right, "package": "an-unknown-package"},
 }
 
 
-@needs_native
-def test_only_correct_methods_are_timed(tmp_path, monkeypatch):
-    """What cannot run has no record, and what fails does not stop the others."""
-    made = [Method(name, "logits", **options) for name, options in MADE_UP.items()]
-    monkeypatch.setattr(run, "methods", lambda: iter(made))
+def test_only_correct_methods_are_timed(monkeypatch):
+    """What fails does not stop the others."""
     monkeypatch.setattr(timing.CPUClock, "SECONDS", 0.0)
-    monkeypatch.setattr(benchmarks, "cpu_suite", lambda: iter([TIMED]))
-    result = CliRunner().invoke(benchmarks.app, ["run", "--out", str(tmp_path / "cpu.jsonl")])
-    assert result.exit_code == 0, result.output
-    got = {record["method"]: record for record in records.load(tmp_path / "cpu.jsonl")}
-    assert {method: record["status"] for method, record in got.items()} == {
-        **dict.fromkeys(["copy", "right"], "measured"),
-        **dict.fromkeys(["wrong", "wrong gradient", "wrong at full size"], "wrong"),
-        "broken": "failed",
-    }
-    assert all("ms" not in r for r in got.values() if r["status"] != "measured")
-    mine, copy = got["right"], got["copy"]
-    assert {"machine", "torch", "commit", "date", "ms_20", "ms_80", "peak_bytes"} <= mine.keys()
-    assert mine["bytes"] == floor(TIMED, mine["shares"]).bytes
-    assert mine["GB_per_s"] == pytest.approx(mine["bytes"] / mine["ms"] / 1e6)
+    methods = [COPY, *(Method(name, **options) for name, options in MADE_UP.items())]
+    case = small("logits", N=48)  # twice as many tokens as are checked
+    group = Group(case, methods, "cpu", timed=True)
+    assert group.samples.keys() == {"copy", "right", "inexact baseline"}
+    assert {len(samples) for samples in group.samples.values()} == {timing.CPUClock.TURNS}
+    wrong = {name for name, e in group.failures.items() if isinstance(e, WrongAnswerError)}
+    assert wrong == {"wrong gradient", "wrong loss", "NaN"}
+    assert str(group.failures["broken"]) == "out of order"
+    mine, copy = group.facts["right"], group.facts["copy"]
+    assert group.facts["inexact baseline"]["gradient_error"] == pytest.approx(0.01, rel=1e-3)
+    assert mine["gradient_error"] < 1e-6
+    assert mine["bytes"] == floor(case, mine["shares"]).bytes
     assert mine["share"] == pytest.approx(mine["GB_per_s"] / copy["GB_per_s"])
-    assert copy["bytes"] == 2 * 4 * TIMED.N * TIMED.V
+    assert copy["bytes"] == 2 * 4 * case.N * case.V
+    ms = {name: sorted(samples) for name, samples in group.samples.items()}
+    assert mine["multiple_min"] == ms["right"][0] / ms["copy"][0]
+    assert mine["yardstick"] == "copy"
+
+
+class FakeClock:
+    """Each call takes as long as it says, and turns are told."""
+
+    TURNS = 6
+
+    def __init__(self):
+        self.told = []
+
+    def samples(self, timed):
+        self.told.append(timed.call)
+        return [timed.call()]
+
+
+def test_methods_take_turns():
+    clock = FakeClock()
+    seconds = {"fast": 1e-3, "slow": timing.ENOUGH / 2, "very slow": timing.LONG + 1}
+    calls = {name: timing.Timed(partial(float, s)) for name, s in seconds.items()}
+    calls["broken"] = timing.Timed(partial(broken, None))
+    samples, failures = timing.in_turns(calls, clock)
+    assert {name: len(of) for name, of in samples.items()} == {"fast": 6, "slow": 3, "very slow": 2}
+    assert failures.keys() == {"broken"}
+    assert clock.told[:7] == [*(timed.call for timed in calls.values()), *clock.told[:3]]
+
+
+@pytest.mark.slow
+@needs_native
+def test_the_suite_and_its_file(tmp_path):
+    """As a user runs it; the file has no samples and no name of the machine."""
+    file, command = tmp_path / "a.json", [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist"]
+    sizes = ["--tokens=16", "--vocab=500", "--hidden=16"]
+    alone = {name: value for name, value in os.environ.items() if "XDIST" not in name}
+    run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, env=alone)
+    once = run([*command, "benchmarks", *sizes, "--benchmark-disable", "-k", "bapo and bfloat16"])
+    assert once.returncode == 0, once.stdout
+    timed = [*command, "benchmarks/test_logits.py", *sizes, f"--benchmark-json={file}"]
+    done = run([*timed, "-k", "in-place and float32 and not real"])
+    assert done.returncode == 0, done.stdout
+    assert "x copy" in done.stdout
+    made = json.loads(file.read_text())
+    (benchmark,) = made["benchmarks"]
+    facts, stats = benchmark["extra_info"], benchmark["stats"]
+    assert stats["median"] > 0
+    assert "data" not in stats
+    assert facts["method"] == "bapo_kernels cpu, in place"
+    assert {"N": 16, "V": 500, "H": 16, "dtype": "float32", "yardstick": "copy"}.items() <= {
+        **facts
+    }.items()
+    assert {"multiple", "GB_per_s", "peak_bytes", "gradient_error", "shares"} <= facts.keys()
+    assert facts["targets"]["x copy"]["ratio"] == facts["multiple"]
+    assert {"machine", "threads", "torch"} <= made["machine_info"].keys() - {"node"}
+    assert "node" not in made["machine_info"]
 
 
 def test_the_data_does_not_come_from_the_kernels_under_test(monkeypatch):
@@ -147,11 +181,10 @@ def test_the_data_does_not_come_from_the_kernels_under_test(monkeypatch):
 
 
 def test_mixed_rows_have_the_shares_of_the_targets():
-    case = replace(small("tokens", layout="mixed", data="on-policy"), N=8_192)
-    batch = Batch(case, "cpu")
+    batch = Batch(small("tokens", layout="mixed", data="on-policy", N=8_192), "cpu")
     shares, logp = batch.shares(), batch.logp.double().requires_grad_()
-    arguments = batch.old, batch.A, batch.mask
-    reference.bapo_loss_from_log_probs(logp, *arguments, **batch.options).loss.backward()
+    arguments, config = (batch.old, batch.A, batch.mask), batch.case.config
+    reference.bapo_loss_from_log_probs(logp, *arguments, config=config).loss.backward()
     assert shares["unmasked"] == pytest.approx(0.75, abs=0.006)
     assert shares["active"] == pytest.approx(0.75 * 0.6, abs=0.006)
     assert shares["undecided"] == pytest.approx(0.03, abs=1e-4)
@@ -172,15 +205,17 @@ def test_the_floor():
 
 
 def test_targets():
-    """0.9 of a copy meets 0.93 and misses 0.79."""
-    _, mixed, live, probs = targets.targets("logits", 64, 100, 1, "bfloat16")
-    copy = {"method": "copy", "ms": 2.0}
-    ours = {"method": "bapo_kernels cuda", "ms": 1.8, "yardstick": "copy", "GB_per_s": 1.0}
-    lines = [copy, ours, ours | {"method": "bapo_kernels cuda, live"}]
-    assert mixed.result("cuda", lines, {})["met"]
-    missed = live.result("cuda", lines, {})
-    assert (missed["ratio"], missed["most"], missed["met"]) == (0.9, 0.79, False)
-    assert probs.result("cuda", lines, {})["ratio"] == 1.8  # of a read, half of a copy
+    """0.9 of a copy meets 0.93 and misses 0.79, and a log-prob is compared with half a copy."""
+    case = small("logits", layout="mixed", sweep=TARGETS)
+    facts = {"multiple": 0.9, "yardstick": "copy"}
+    alone = {"bapo_kernels cuda, row pass alone": {"multiple": 0.855}}
+    plain, live = Method("bapo_kernels cuda", **{"backend": "cuda"}), "bapo_kernels cuda, live"
+    got = targets(case, plain, {plain.name: facts} | alone)
+    assert got["x copy"] == {"ratio": 0.9, "most": 0.93, "met": True}
+    assert not got["beyond the row pass"]["met"]
+    assert not targets(case, replace(plain, name=live), {live: facts})["x copy"]["met"]
+    alone = small("logits", "log_probs", sweep=TARGETS)
+    assert targets(alone, plain, {plain.name: facts})["x read"]["ratio"] == 1.8
 
 
 def test_costs_are_those_of_the_call():
@@ -194,12 +229,12 @@ def test_costs_are_those_of_the_call():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", ["logits", "hidden"])
-@pytest.mark.parametrize("sweep", [None, SAMPLING_MASK])
-def test_on_a_gpu(level, sweep):
-    case = replace(small(level, dtype="bfloat16", sweep=sweep), N=64)
-    got = {r["method"]: r for r in run.measure(case, "cuda", [])}
-    for backend in {"cuda", "triton"} & set(KERNELS):
-        assert got[f"bapo_kernels {backend}"]["status"] == "measured"
-    baseline = "PyTorch gather" if sweep else "PyTorch cross_entropy"
-    assert got[baseline]["status"] == "measured"
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.__name__)
+def test_on_a_gpu(file):
+    """Each kind of case, ours and the yardsticks."""
+    for case, methods in file.cases("cuda"):
+        if case.sweep in ("N", "V"):
+            continue
+        case = case.resized(**SMALL | dict(N=64, dtype="bfloat16"))
+        able = [m for m in methods if m.backend in KERNELS or m.yardstick is not None]
+        assert Group(case, able, "cuda", timed=True).failures == {}

@@ -16,14 +16,12 @@ from helpers import needs_native
 from pages import ROOT
 from typer.testing import CliRunner
 
-from bapo_kernels.tools import validate
-from benchmarks import __main__ as benchmarks
-from benchmarks import records, run, timing, trl_trainer
-from benchmarks.cases import Case, gpu_suite
+from bapo_kernels.tools import timing, validate
+from benchmarks import records, trl_trainer
 
 SCRIPT = ROOT / "benchmarks/gpu_suite.sh"
-MODULES = {"benchmarks", "bapo_kernels"}
-MODULES |= {f"benchmarks.{name}" for name in ("tune_triton", "launch_rows", "trl_trainer")}
+MODULES = {f"benchmarks.{name}" for name in ("tune_triton", "launch_rows", "trl_trainer")}
+MODULES |= {"bapo_kernels"}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a script for Linux")
 
 # Logs its arguments, and does what `behave` says.
@@ -102,9 +100,12 @@ def test_all_stages_run_and_are_archived(suite):
     for call in commands:
         parse(*call)
     words = list(itertools.chain(*ours))
-    cases = [word[7:] for word in words if word.startswith("--case=")]
-    assert all(any(case in each.title for each in gpu_suite()) for case in cases)
     assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+    for call in benchmarks_of(ours):
+        status, names = run_pytest(*call, "--collect-only")
+        assert status == 0, call
+        asked = call[call.index("-k") + 1].partition(" ")[0].strip("(")
+        assert asked != "targets" or all(asked in name for name in names)
 
 
 def test_all_files_with_tests_of_a_gpu_are_in_the_suite():
@@ -119,19 +120,40 @@ def test_all_files_with_tests_of_a_gpu_are_in_the_suite():
 
 def test_a_wrong_backend_skips_only_the_stages_that_need_it(suite):
     """And a stage that reaches its limit keeps its results."""
-    limit = 'echo {} >"$OUT/now/targets_triton_logits.jsonl"; echo first of five; exit 124'
+    limit = 'echo {} >"$OUT/now/cuda_targets_triton_logits.json"; echo first of five; exit 124'
     wrong = "echo 60 checks, 3 failed; exit 1"
-    behave = {"validate*backend*cuda*dtype": wrong, "targets*triton*logits": limit}
+    behave = {"validate*backend*cuda*dtype": wrong, "targets*triton*test_logits": limit}
     status, summary = suite.run("--budget", "5000", behave=behave)
     assert status == 1
     assert summary["answers_cuda"] == ("failed", "60 checks, 3 failed")
     skipped = [name for name, (word, _) in summary.items() if word == "skipped"]
     assert skipped == ["graphs_cuda", "targets_cuda", "hidden_cuda", "training_step"]
-    assert suite.archive()["targets_triton_logits.jsonl"] == "{}\n"
+    assert suite.archive()["cuda_targets_triton_logits.json"] == "{}\n"
     asked = [call[call.index("-k") + 1] for call in suite.calls() if "-n" in call]
     assert asked == 2 * ["(gpu or cuda or triton) and not cuda"]
-    runs = [call for call in suite.calls() if call[2:3] == ["run"]]
-    assert all(call[call.index("--without") + 1] == "bapo_kernels cuda" for call in runs)
+    runs = benchmarks_of(call[1:] for call in suite.calls())
+    assert len(runs) > 6
+    assert all("not bapo_kernels-cuda" in run[run.index("-k") + 1] for run in runs)
+
+
+def benchmarks_of(calls):
+    """The arguments of pytest in those that run benchmarks."""
+    return [call[1:] for call in calls if any(word.startswith("benchmarks") for word in call[1:])]
+
+
+class Collected:
+    """A plugin that keeps the names of the tests."""
+
+    def pytest_collection_finish(self, session):
+        self.names = [item.name for item in session.items]
+
+
+def run_pytest(*arguments):
+    """In this process; the exit status, and the names of the tests that were selected."""
+    collected = Collected()
+    files = [str(ROOT / word) if word.startswith("benchmarks") else word for word in arguments]
+    status = pytest.main(["-q", "-p", "no:xdist", *files], plugins=[collected])
+    return status, collected.names
 
 
 def invoke(module, *arguments):
@@ -144,31 +166,25 @@ def test_the_commands_run_on_the_cpu(suite, monkeypatch):
     """Each command as the suite calls it, in small sizes and with few repetitions."""
     suite.run("--budget", "5000", device="cpu")
     monkeypatch.setattr(timing.CPUClock, "SECONDS", 0.0)
-    monkeypatch.setattr(run, "ROUNDS", 1)
+    monkeypatch.setattr(timing.CPUClock, "TURNS", 1)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # the plugin times nothing in a worker
     tasks = validate.tasks
     monkeypatch.setattr(validate, "VOCABULARY", 300)
     monkeypatch.setattr(validate, "tasks", lambda *names: itertools.islice(tasks(*names), 3))
-    cases = [
-        Case("logits", "loss", "any", 16, 300, 1),
-        *(c for c in benchmarks.cpu_suite() if c.level == "tokens" and c.N == 8_192),
-    ]
-    monkeypatch.setattr(benchmarks, "cpu_suite", lambda: iter(cases))
     now = suite.out / "now"
     now.mkdir()
     called = [call[1:] for call in suite.calls() if call[0] == "-m" and len(call) > 2]
-    called = [call for call in called if call[0] in {"benchmarks", "bapo_kernels"} or "--N" in call]
     for call in called:
-        done = invoke(*call)
-        assert done.exit_code == 0, (call, done.output, done.exception)
-    names = {call[1] for call in called if call[0] != "benchmarks.launch_rows"}
-    assert names == {"validate", "targets", "run"}
-    files = [now / f"targets_cpu_{level}.jsonl" for level in ("logits", "hidden")]
-    results = [record for file in files for record in records.load(file)]
-    assert len(results) > 5
-    assert {r["status"] for r in results} == {"measured"}
+        if call[0] == "bapo_kernels" or "--N" in call:
+            done = invoke(*call)
+            assert done.exit_code == 0, (call, done.output, done.exception)
+    for call in benchmarks_of(called):
+        assert run_pytest(*call)[0] == 0, call
     answers = json.loads((now / "answers_cpu.json").read_text())
     assert all(check["passed"] for check in answers["checks"])
-    measured = {r["method"] for r in records.load(suite.out / "cpu.jsonl")}
+    made = [json.loads(path.read_text()) for path in now.glob("cpu_*.json")]
+    measured = {each["extra_info"]["method"] for file in made for each in file["benchmarks"]}
+    assert len(made) == 8
     assert measured >= {"copy", "three matrix products", "the paper's loop", "bapo_kernels cpu"}
 
 
