@@ -1,0 +1,29 @@
+"""The results of ``pytest benchmarks`` as data frames."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+
+from .cases import GAUSSIAN, Case
+from .records import RESULTS
+
+
+def results(kind: str) -> pd.DataFrame:
+    """A row per method and case, from all files of ``cpu``, ``avx2`` (no AVX-512) or ``cuda``."""
+    rows = []
+    for path in sorted(RESULTS.glob(f"{kind}_*.json")):
+        file = json.loads(path.read_text())
+        machine = file["machine_info"]
+        facts = {"date": file["datetime"], "commit": file["commit_info"]["id"]}
+        facts |= machine | {"machine": machine["processor"]}
+        for run in file["benchmarks"]:
+            rows.append(facts | {"ms": 1e3 * run["stats"]["median"]} | run["extra_info"])
+    return pd.DataFrame(rows, columns=None if rows else ["method", *Case.__dataclass_fields__])
+
+
+def plain_losses(frame: pd.DataFrame, profile: str = GAUSSIAN) -> pd.DataFrame:
+    """Losses with gradients on dense, slightly stale data."""
+    plain = "task == 'loss' and layout == 'dense' and data == 'stale' and profile == @profile"
+    return frame.query(plain)
