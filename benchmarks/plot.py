@@ -11,15 +11,13 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.figure import Figure
 
 from .reading import plain_losses, results
+from .tables import machine
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 LEVELS = {"logits": "from logits", "hidden": "from hidden states"}
-YARDSTICKS = dict.fromkeys(["copy", "three matrix products"], dict(color="#222222", linestyle="--"))
+YARDSTICKS = "copy", "three matrix products"
 PROJECTS = {  # a colour and a marker
     "bapo_kernels cpu": ("#0b5fc0", "o"),
     "bapo_kernels cuda": ("#0b5fc0", "o"),
@@ -33,7 +31,6 @@ PROJECTS = {  # a colour and a marker
     "QuACK": ("#d16ba5", "8"),
 }
 RC = {
-    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 11,
@@ -46,24 +43,35 @@ RC = {
 }
 
 
-def plot(kind: str, folder: Path = FIGURES) -> list[Path]:
-    """Draws every figure; none unless a level has a yardstick, ours and another project."""
+def plot(kind: str, folder: Path = FIGURES) -> Iterator[Path]:
+    """Draws all figures if each level has a yardstick, ours and another project."""
     half = plain_losses(results(kind)).query("dtype == 'bfloat16'")
     projects = half.method.str.split().str[0].groupby(half.level).nunique()
     if any(projects.get(level, 0) < 3 for level in LEVELS):
-        return []
-    last = half.drop_duplicates("level", keep="last").set_index("level")
-    on = (f"{LEVELS[level]}: {last.machine[level]}, torch {last.torch[level]}" for level in LEVELS)
-    machines = "\n".join(on)
-    paths = []
+        return
+    models = half[half.sweep.isna()]
+    first = models[models.model.str.startswith("Qwen3")]
+    over_N, over_V = (pd.concat([half[half.sweep == sweep], first]) for sweep in "NV")
+    memory = over_N[over_N.peak_bytes > 2**20].assign(MiB=lambda f: f.peak_bytes / 2**20)
+    models = models[~models.method.isin(YARDSTICKS)]
+    figures = {
+        "time_over_tokens": ("Milliseconds, loss and gradients", over, over_N, "N", "ms"),
+        "time_over_vocabulary": ("Milliseconds, loss and gradients", over, over_V, "V", "ms"),
+        "memory_over_tokens": ("Peak MiB, loss and gradients", over, memory, "N", "MiB"),
+        "roofline": ("Share of the roofline,", roofline, models),
+        "speedup": ("Loss and gradients", speedup, models),
+    }
+    machines = "\n".join(
+        f"{LEVELS[str(level)]}: {machine(f)}" for level, f in half.groupby("level")
+    )
     with mpl.rc_context(RC):
-        for name, figure in figures(half):
-            figure.text(0.005, -0.02, machines, fontsize=8, color="#777777", va="top")
-            paths.append(save(figure, folder / f"{kind}_{name}.png"))
-    return paths
+        for name, panels in figures.items():
+            figure = _two_panels(*panels)
+            figure.text(0.005, -0.02, machines, fontsize=7, color="#777777", va="top")
+            yield save(figure, folder / f"{kind}_{name}.png")
 
 
-def save(figure: Figure, path: Path) -> Path:
+def save(figure: plt.Figure, path: Path) -> Path:
     """Writes a figure and closes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=144, bbox_inches="tight")
@@ -71,22 +79,9 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def figures(half: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    """Names and figures."""
-    models = half[half.sweep.isna()]
-    first = models[models.model.str.startswith("Qwen3")]
-    over_N, over_V = (pd.concat([half[half.sweep == sweep], first]) for sweep in "NV")
-    memory = over_N[over_N.peak_bytes > 2**20].assign(MiB=lambda f: f.peak_bytes / 2**20)
-    of_loss = "loss and gradients"
-    yield "time_over_tokens", _panels(f"Milliseconds, {of_loss}", over, over_N, "N", "ms")
-    yield "time_over_vocabulary", _panels(f"Milliseconds, {of_loss}", over, over_V, "V", "ms")
-    yield "memory_over_tokens", _panels(f"Peak MiB, {of_loss}", over, memory, "N", "MiB")
-    models = models[~models.method.isin(YARDSTICKS)]
-    yield "roofline", _panels("Share of the roofline,", roofline, models)
-    yield "speedup", _panels("Loss and gradients", speedup, models)
-
-
-def _panels(title: str, draw: Callable[..., None], frame: pd.DataFrame, *options: str) -> Figure:
+def _two_panels(
+    title: str, draw: Callable[..., None], frame: pd.DataFrame, *options: str
+) -> plt.Figure:
     """A figure with a panel per level."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     for ax, (level, words) in zip(axes, LEVELS.items(), strict=True):
@@ -98,7 +93,7 @@ def _panels(title: str, draw: Callable[..., None], frame: pd.DataFrame, *options
 
 def _styles(methods: pd.Series[str]) -> dict[str, dict[str, Any]]:
     """By method: each variant of a project is lighter than the one before."""
-    found: dict[str, dict[str, Any]] = dict(YARDSTICKS)
+    found = {name: dict(color="#222222", linestyle="--") for name in YARDSTICKS}
     for project, (color, marker) in PROJECTS.items():
         for n, method in enumerate(sorted({m for m in methods if m.startswith(project)})):
             light = [1 - 0.6**n * (1 - part) for part in mpl.colors.to_rgb(color)]
@@ -106,14 +101,14 @@ def _styles(methods: pd.Series[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _plain_numbers(axis: Axis) -> None:
+def _plain_numbers(axis: mpl.axis.Axis) -> None:
     """1, 2, 5, 10, ... on a logarithmic axis."""
     axis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5), numticks=30))
     axis.set_major_formatter("{x:,g}")
     axis.set_minor_locator(mpl.ticker.NullLocator())
 
 
-def over(ax: Axes, frame: pd.DataFrame, styles: dict[str, Any], x: str, y: str) -> None:
+def over(ax: plt.Axes, frame: pd.DataFrame, styles: dict[str, Any], x: str, y: str) -> None:
     """One line per method over a size, both axes logarithmic."""
     lines = frame.pivot_table(y, x, "method")
     for method in lines.ffill().iloc[-1].sort_values(ascending=False).index:
@@ -127,7 +122,7 @@ def over(ax: Axes, frame: pd.DataFrame, styles: dict[str, Any], x: str, y: str) 
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
 
 
-def roofline(ax: Axes, frame: pd.DataFrame, styles: dict[str, Any]) -> None:
+def roofline(ax: plt.Axes, frame: pd.DataFrame, styles: dict[str, Any]) -> None:
     """Rate of each method as a share of the yardstick's, one row per model."""
     models = list(frame.model.unique())[::-1]
     for method, rows in frame.groupby("method", sort=False):
@@ -142,7 +137,7 @@ def roofline(ax: Axes, frame: pd.DataFrame, styles: dict[str, Any]) -> None:
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
 
 
-def speedup(ax: Axes, frame: pd.DataFrame, styles: dict[str, Any]) -> None:
+def speedup(ax: plt.Axes, frame: pd.DataFrame, styles: dict[str, Any]) -> None:
     """Time of each method relative to ours: the median over the models, and their range."""
     first = next(method for method in frame.method if method.startswith("bapo"))
     times = frame.pivot_table("ms", "model", "method")

@@ -11,9 +11,9 @@ from .records import RESULTS
 
 
 def results(kind: str) -> pd.DataFrame:
-    """A row per method and case, from all files of ``cpu``, ``avx2`` (no AVX-512) or ``cuda``."""
+    """A row per method and case of ``cpu``, ``avx2`` (no AVX-512) or ``cuda``, logits first."""
     rows = []
-    for path in sorted(RESULTS.glob(f"{kind}_*.json")):
+    for path in sorted(RESULTS.glob(f"{kind}_*.json"), reverse=True):
         file = json.loads(path.read_text())
         machine = file["machine_info"]
         facts = {"date": file["datetime"], "commit": file["commit_info"]["id"]}
@@ -24,6 +24,7 @@ def results(kind: str) -> pd.DataFrame:
 
 
 def plain_losses(frame: pd.DataFrame, profile: str = GAUSSIAN) -> pd.DataFrame:
-    """Losses with gradients on dense, slightly stale data."""
+    """Losses with gradients on dense, slightly stale data: of the models, and over N and V."""
+    sweeps = frame[frame.sweep.isna() | frame.sweep.isin(["N", "V"])]
     plain = "task == 'loss' and layout == 'dense' and data == 'stale' and profile == @profile"
-    return frame.query(plain)
+    return sweeps.query(plain)

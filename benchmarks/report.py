@@ -16,6 +16,7 @@ from .tables import by_column, filled, machine, markdown, number
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "internals" / "benchmarks.md"
 README = ROOT / "README.md"
+PRODUCTS = "^(two|three) (?=matrix)"  # a frozen head needs two
 KINDS = [*POLICIES, "log_probs", "zero advantage"]  # columns of their own
 
 
@@ -83,12 +84,8 @@ def forms(frame: pd.DataFrame) -> Iterator[str]:
     first = frame.iloc[0]
     heads = frame.frozen.map({True: "frozen", False: "trained"})
     columns = heads.where(frame.layout == "dense", heads + ", " + frame.layout)
-    frame = frame.assign(column=columns, method=_one_name_of_products(frame))
+    frame = frame.assign(column=columns, method=frame.method.replace(PRODUCTS, "", regex=True))
     yield by_column(frame, f"N = {first.N:,}, V = {first.V:,}, H = {first.H:,}, ms", frame)
-
-
-def _one_name_of_products(frame: pd.DataFrame) -> pd.Series[str]:
-    return frame.method.str.replace("^(two|three) ", "", regex=True)
 
 
 def masks(frame: pd.DataFrame) -> Iterator[str]:
@@ -121,15 +118,9 @@ def distilled(frame: pd.DataFrame) -> Iterator[str]:
     if frame.empty:
         return
     yield machine(frame)
-    # Tables: logits first, then by N and by the head. Columns: by K, the whole vocabulary last.
-    frame = frame.assign(order=frame.K.mask(frame.K == 0, frame.V), logits=frame.level == "logits")
-    ascending = [False, True, True, True]
-    frame = frame.sort_values(
-        ["logits", "N", "frozen", "order"], ascending=ascending, kind="stable"
-    )
     labels = frame.K.map("K = {}".format).where(frame.K > 0, "whole vocabulary")
     columns = labels.where(frame.level == "hidden", frame["dtype"] + ", " + labels)
-    frame = frame.assign(column=columns, method=_one_name_of_products(frame))
+    frame = frame.assign(column=columns, method=frame.method.replace(PRODUCTS, "", regex=True))
     tasks = frame.task.replace("forward_kl", "forward_kl_topk")
     tables = frame.groupby([tasks, "level", "model", "N", "frozen"], sort=False)
     for (task, level, model, N, frozen), mine in tables:
@@ -144,9 +135,7 @@ def without_avx512(cpu: pd.DataFrame, avx2: pd.DataFrame) -> Iterator[str]:
     both = plain_losses(pd.concat([f.assign(column=name) for name, f in columns.items()]))
     both = both[both["dtype"] == "bfloat16"]
     keys = ["level", "N", "V", "H"]
-    both = both[
-        both.groupby([*keys, "sweep", "method"], dropna=False).column.transform("nunique") == 2
-    ]
+    both = both[both.groupby([*keys, "method"]).column.transform("nunique") == 2]
     for (level, N, V, H), case in both.groupby(keys, sort=False):
         of_head = f", H = {H:,}" if level == "hidden" else ""
         yield machine(case[case.column.str.endswith("AVX2")])
@@ -180,18 +169,16 @@ def readme_block() -> str:
     parts = []
     for frame in map(results, ("cuda", "cpu")):
         frame = frame[frame.sweep.isna() & frame.model.str.startswith("Qwen3")]
-        for level, words in LEVELS.items():
-            of_level = frame[frame.level == level]
-            real = plain_losses(of_level, REAL)
-            mine = plain_losses(of_level) if real.empty else real
-            if mine.empty:
-                continue
-            first = mine.iloc[0]
+        real = plain_losses(frame, REAL)
+        mine = plain_losses(frame) if real.empty else real
+        for level, of_level in mine.groupby("level", sort=False):
+            first = of_level.iloc[0]
             H = f", H = {first.H:,}" if level == "hidden" else ""
-            head = f"{words}, {first.profile}, N = {first.N:,}, V = {first.V:,}{H}, ms"
-            table = mine.pivot_table(index="method", columns="dtype", values="ms")
-            table = table[sorted(table, reverse=True)].sort_values("bfloat16").map(number)
-            parts += [markdown(table.rename_axis(f"Loss and gradients {head}")), machine(mine)]
+            sizes = f"{LEVELS[str(level)]}, {first.profile}, N = {first.N:,}, V = {first.V:,}{H}"
+            table = of_level.pivot_table("ms", "method", "dtype")[["float32", "bfloat16"]]
+            table = table.sort_values("bfloat16").map(number)
+            parts.append(markdown(table.rename_axis(f"Loss and gradients {sizes}, ms")))
+            parts.append(machine(of_level))
     return "\n\n".join(parts)
 
 
