@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
-
-mpl.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
 
@@ -18,18 +15,9 @@ from .tables import machine
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 LEVELS = {"logits": "from logits", "hidden": "from hidden states"}
 YARDSTICKS = "copy", "three matrix products"
-PROJECTS = {  # a colour and a marker
-    "bapo_kernels cpu": ("#0b5fc0", "o"),
-    "bapo_kernels cuda": ("#0b5fc0", "o"),
-    "bapo_kernels triton": ("#0a9fb3", "D"),
-    "PyTorch": ("#d9731a", "v"),
-    "TRL": ("#2e8b57", "P"),
-    "Liger": ("#c0392b", "X"),
-    "cut-cross-entropy": ("#5b2c83", "*"),
-    "verl": ("#6b6b6b", "h"),
-    "flash-attn": ("#b8860b", "p"),
-    "QuACK": ("#d16ba5", "8"),
-}
+# In the order of matplotlib's colours; the first is ours on the CPU and CUDA.
+PROJECTS = "bapo_kernels c", "PyTorch", "TRL", "Liger", "cut-cross-entropy", "flash-attn", "QuACK"
+PROJECTS += "verl", "bapo_kernels triton"
 RC = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -61,13 +49,11 @@ def plot(kind: str, folder: Path = FIGURES) -> Iterator[Path]:
         "roofline": ("Share of the roofline,", roofline, models),
         "speedup": ("Loss and gradients", speedup, models),
     }
-    machines = "\n".join(
-        f"{LEVELS[str(level)]}: {machine(f)}" for level, f in half.groupby("level")
-    )
+    machines = [f"{LEVELS[level]}: {machine(f)}" for level, f in half.groupby("level", sort=False)]
     with mpl.rc_context(RC):
         for name, panels in figures.items():
-            figure = _two_panels(*panels)
-            figure.text(0.005, -0.02, machines, fontsize=7, color="#777777", va="top")
+            figure = _panels(*panels)
+            figure.text(0.005, -0.02, "\n".join(machines), fontsize=7, color="#777777", va="top")
             yield save(figure, folder / f"{kind}_{name}.png")
 
 
@@ -79,9 +65,7 @@ def save(figure: plt.Figure, path: Path) -> Path:
     return path
 
 
-def _two_panels(
-    title: str, draw: Callable[..., None], frame: pd.DataFrame, *options: str
-) -> plt.Figure:
+def _panels(title: str, draw: Callable, frame: pd.DataFrame, *options: str) -> plt.Figure:
     """A figure with a panel per level."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     for ax, (level, words) in zip(axes, LEVELS.items(), strict=True):
@@ -91,12 +75,12 @@ def _two_panels(
     return figure
 
 
-def _styles(methods: pd.Series[str]) -> dict[str, dict[str, Any]]:
+def _styles(methods: pd.Series[str]) -> dict[str, dict]:
     """By method: each variant of a project is lighter than the one before."""
     found = {name: dict(color="#222222", linestyle="--") for name in YARDSTICKS}
-    for project, (color, marker) in PROJECTS.items():
+    for color, (project, marker) in enumerate(zip(PROJECTS, "ovPX*p8hD", strict=True)):
         for n, method in enumerate(sorted({m for m in methods if m.startswith(project)})):
-            light = [1 - 0.6**n * (1 - part) for part in mpl.colors.to_rgb(color)]
+            light = [1 - 0.6**n * (1 - part) for part in mpl.colors.to_rgb(f"C{color}")]
             found[method] = dict(color=light, marker=marker)
     return found
 
@@ -105,39 +89,37 @@ def _plain_numbers(axis: mpl.axis.Axis) -> None:
     """1, 2, 5, 10, ... on a logarithmic axis."""
     axis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5), numticks=30))
     axis.set_major_formatter("{x:,g}")
-    axis.set_minor_locator(mpl.ticker.NullLocator())
+    axis.axes.minorticks_off()
 
 
-def over(ax: plt.Axes, frame: pd.DataFrame, styles: dict[str, Any], x: str, y: str) -> None:
+def over(ax: plt.Axes, frame: pd.DataFrame, styles: dict[str, dict], x: str, y: str) -> None:
     """One line per method over a size, both axes logarithmic."""
     lines = frame.pivot_table(y, x, "method")
     for method in lines.ffill().iloc[-1].sort_values(ascending=False).index:
         options = styles[method] | dict(linewidth=2.4 if method.startswith("bapo") else 1.3)
         ax.plot(lines[method].dropna(), label=method, markersize=5, **options)
     ax.set(xscale="log", yscale="log", xlabel={"N": "tokens", "V": "vocabulary"}[x])
-    ticks = map("{:,}".format, lines.index)
-    ax.set_xticks(lines.index, [*ticks], rotation=30 if x == "V" else 0)
-    ax.minorticks_off()
+    ticks = lines.index.map("{:,}".format)
+    ax.set_xticks(lines.index, ticks, rotation=30 if x == "V" else 0)
     _plain_numbers(ax.yaxis)
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
 
 
-def roofline(ax: plt.Axes, frame: pd.DataFrame, styles: dict[str, Any]) -> None:
+def roofline(ax: plt.Axes, frame: pd.DataFrame, styles: dict[str, dict]) -> None:
     """Rate of each method as a share of the yardstick's, one row per model."""
-    models = list(frame.model.unique())[::-1]
     for method, rows in frame.groupby("method", sort=False):
         size = 90 if method.startswith("bapo") else 45
-        heights = rows.model.map(models.index)
-        ax.scatter(rows.share, heights, s=size, label=method, zorder=3, **styles[method])
+        ax.scatter(rows.share, rows.model, s=size, label=method, zorder=3, **styles[method])
     ax.axvline(1, color="#222222", linestyle="--", linewidth=1.2)
-    ax.set_yticks(range(len(models)), models)
-    ax.set(xscale="log" if frame.share.min() < 0.1 else "linear", ylim=(-0.6, len(models) - 0.4))
+    ax.margins(y=0.15)
+    ax.invert_yaxis()  # the first model is at the top
+    ax.set_xscale("log" if frame.share.min() < 0.1 else "linear")
     ax.set_xlabel(f"rate, as a share of the {frame.yardstick.iloc[0]}")
     ax.xaxis.set_major_formatter("{x:.0%}")
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
 
 
-def speedup(ax: plt.Axes, frame: pd.DataFrame, styles: dict[str, Any]) -> None:
+def speedup(ax: plt.Axes, frame: pd.DataFrame, styles: dict[str, dict]) -> None:
     """Time of each method relative to ours: the median over the models, and their range."""
     first = next(method for method in frame.method if method.startswith("bapo"))
     times = frame.pivot_table("ms", "model", "method")
@@ -145,12 +127,10 @@ def speedup(ax: plt.Axes, frame: pd.DataFrame, styles: dict[str, Any]) -> None:
     ratios = ratios[ratios.median().sort_values(ascending=False).index]
     median, low, high = ratios.median(), ratios.min(), ratios.max()
     colors = [styles[method]["color"] for method in ratios]
-    whiskers = dict(elinewidth=1, ecolor="#444444", capsize=2)
-    options = dict(xerr=[median - low, high - median], error_kw=whiskers, height=0.65)
+    options = dict(xerr=[median - low, high - median], ecolor="#444444", capsize=2, height=0.65)
     ax.barh(ratios.columns, median - 1, left=1, color=colors, **options)
-    for height, method in enumerate(ratios):
-        text = f"  {median[method]:.3g} x"
-        ax.text(max(high[method], 1), height, text, va="center", fontsize=9)
+    for height, (ratio, end) in enumerate(zip(median, high, strict=True)):
+        ax.text(max(end, 1), height, f"  {ratio:.3g} x", va="center", fontsize=9)
     ax.axvline(1, color=styles[first]["color"], linewidth=2.4)
     ax.set(xscale="log", xlim=(0.8 * low.min(), 1.6 * high.max()))
     _plain_numbers(ax.xaxis)

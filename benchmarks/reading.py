@@ -15,9 +15,8 @@ def results(kind: str) -> pd.DataFrame:
     rows = []
     for path in sorted(RESULTS.glob(f"{kind}_*.json"), reverse=True):
         file = json.loads(path.read_text())
-        machine = file["machine_info"]
-        facts = {"date": file["datetime"], "commit": file["commit_info"]["id"]}
-        facts |= machine | {"machine": machine["processor"]}
+        facts = file["machine_info"] | {"machine": file["machine_info"]["processor"]}
+        facts |= {"date": file["datetime"], "commit": file["commit_info"]["id"]}
         for run in file["benchmarks"]:
             rows.append(facts | {"ms": 1e3 * run["stats"]["median"]} | run["extra_info"])
     return pd.DataFrame(rows, columns=None if rows else ["method", *Case.__dataclass_fields__])
@@ -25,6 +24,5 @@ def results(kind: str) -> pd.DataFrame:
 
 def plain_losses(frame: pd.DataFrame, profile: str = GAUSSIAN) -> pd.DataFrame:
     """Losses with gradients on dense, slightly stale data: of the models, and over N and V."""
-    sweeps = frame[frame.sweep.isna() | frame.sweep.isin(["N", "V"])]
     plain = "task == 'loss' and layout == 'dense' and data == 'stale' and profile == @profile"
-    return sweeps.query(plain)
+    return frame[frame.sweep.isna() | frame.sweep.isin(["N", "V"])].query(plain)

@@ -11,49 +11,43 @@ from .cases import DISTILLATION, HEAD, POLICIES, REAL, SAMPLING_MASK, WHOLE_VOCA
 from .plot import LEVELS
 from .reading import plain_losses, results
 from .records import RESULTS, load
-from .tables import by_column, filled, machine, markdown, number
+from .tables import by_column, filled, machine, markdown, number, sizes
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "internals" / "benchmarks.md"
-README = ROOT / "README.md"
 PRODUCTS = "^(two|three) (?=matrix)"  # a frozen head needs two
 KINDS = [*POLICIES, "log_probs", "zero advantage"]  # columns of their own
 
 
-def blocks() -> dict[str, str]:
+def page() -> dict[str, list[str]]:
     """The tables of the page by their marks; those of a GPU are together."""
     cpu, avx2, cuda = map(results, ("cpu", "avx2", "cuda"))
-    sections = {"losses": losses, "search": search, "head": forms, "masks": masks}
-    sections |= {"distillation": distilled}
-    made = {name: [*tables(cpu)] for name, tables in sections.items()}
-    made["distillation"] += distilled(avx2)
+    sections = losses, search, head, masks, distillation
+    made = {tables.__name__: [*tables(cpu)] for tables in sections}
+    made["distillation"] += distillation(avx2)
     made |= {"avx2": [*without_avx512(cpu, avx2)], "training": [*training("cpu")]}
-    of_gpu = [table for tables in sections.values() for table in tables(cuda)]
-    made["gpu"] = [*of_gpu, *training("cuda")]
-    return {name: "\n\n".join(tables) for name, tables in made.items()}
+    of_gpu = (table for tables in sections for table in tables(cuda))
+    return made | {"gpu": [*of_gpu, *training("cuda")]}
 
 
 def losses(frame: pd.DataFrame) -> Iterator[str]:
     """Of the first model, the largest vocabulary and the widest head; then of kinds of cases."""
     for level, words in LEVELS.items():
-        mine = frame[(frame.level == level) & frame.sweep.isna()]
+        mine = frame[(frame.level == level) & frame.sweep.isna() & (frame.data == "stale")]
         plain = plain_losses(mine).assign(column=lambda f: f.model + ", " + f["dtype"])
         half = plain[plain["dtype"] == "bfloat16"]
         if half.empty:
             continue
         first = half.model.iloc[0]
         half = half[half.model.isin([first, *half.model[[half.V.idxmax(), half.H.idxmax()]]])]
-        sizes = [f"{m} ({V:,} x {H:,})" for m, V, H in half[["model", "V", "H"]].values]
-        times = pd.concat([half.assign(column=sizes), plain[plain["dtype"] == "float32"]])
+        columns = [f"{m} ({V:,} x {H:,})" for m, V, H in half[["model", "V", "H"]].values]
+        times = pd.concat([half.assign(column=columns), plain[plain["dtype"] == "float32"]])
         caption = f"Loss and gradients {words}, N = {half.N.iloc[0]:,}"
         real = plain_losses(mine, REAL).assign(column=lambda f: f["dtype"])
         mine = mine[mine.profile != REAL]
         yield f"{words.capitalize()}: {machine(mine)}"
         yield by_column(times, f"{caption}, ms", half.assign(column=half.model))
         kinds = mine.assign(column=mine.task.where(mine.task != "loss", mine.layout))
-        kinds = kinds[kinds.column.isin(KINDS)].sort_values(
-            "column", key=lambda c: c.map(KINDS.index)
-        )
+        kinds = pd.concat([kinds[kinds.column == kind] for kind in KINDS])
         if len(kinds):
             yield by_column(kinds, f"{first} {words}, ms")
         if len(real):
@@ -61,9 +55,7 @@ def losses(frame: pd.DataFrame) -> Iterator[str]:
             yield by_column(real, f"{first} {words}, {REAL}, ms", real)
     many = frame[frame.sweep == "many tokens"].assign(column="ms")
     if len(many):
-        row = many.iloc[0]
-        caption = f"From hidden states, N = {row.N:,}, V = {row.V:,}, H = {row.H:,}"
-        yield by_column(many, caption, many.assign(column="peak"))
+        yield by_column(many, f"From hidden states, {sizes(many)}", many.assign(column="peak"))
 
 
 def search(frame: pd.DataFrame) -> Iterator[str]:
@@ -75,17 +67,16 @@ def search(frame: pd.DataFrame) -> Iterator[str]:
         yield by_column(of_end.assign(column=of_end.N.map("N = {:,}".format)), f"Stops {end}, ms")
 
 
-def forms(frame: pd.DataFrame) -> Iterator[str]:
+def head(frame: pd.DataFrame) -> Iterator[str]:
     """The forms of the head in bfloat16, by what is trained."""
     frame = frame[(frame.sweep == HEAD) & (frame["dtype"] == "bfloat16")]
     if frame.empty:
         return
     yield machine(frame)
-    first = frame.iloc[0]
     heads = frame.frozen.map({True: "frozen", False: "trained"})
     columns = heads.where(frame.layout == "dense", heads + ", " + frame.layout)
     frame = frame.assign(column=columns, method=frame.method.replace(PRODUCTS, "", regex=True))
-    yield by_column(frame, f"N = {first.N:,}, V = {first.V:,}, H = {first.H:,}, ms", frame)
+    yield by_column(frame, f"{sizes(frame)}, ms", frame)
 
 
 def masks(frame: pd.DataFrame) -> Iterator[str]:
@@ -94,10 +85,8 @@ def masks(frame: pd.DataFrame) -> Iterator[str]:
     if frame.empty:
         return
     masked, ours = frame.sweep == SAMPLING_MASK, frame.method.str.startswith("bapo")
-    first = frame[masked].iloc[0]
-    ids = first.shares["allowed"] * first.V
-    sizes = f"N = {first.N:,}, V = {first.V:,}, H = {first.H:,}; {ids:.1f} ids per set"
-    yield f"{sizes}; {machine(frame)}"
+    ids = frame.V.iloc[0] * frame[masked].shares.iloc[0]["allowed"]
+    yield f"{sizes(frame[frame.level == 'hidden'])}; {ids:.1f} ids per set; {machine(frame)}"
     heads = frame.frozen.map({True: ", frozen", False: ", trained"})
     frame = frame.assign(
         column=frame["dtype"] + heads.where(frame.level == "hidden", ""),
@@ -109,10 +98,10 @@ def masks(frame: pd.DataFrame) -> Iterator[str]:
     frame = pd.concat([frame[masked | ours], floors])
     for level, of_level in frame.groupby("level", sort=False):
         peaks = of_level[of_level["dtype"] == "bfloat16"]
-        yield by_column(of_level, f"Loss and gradients {LEVELS[str(level)]}, ms", peaks)
+        yield by_column(of_level, f"Loss and gradients {LEVELS[level]}, ms", peaks)
 
 
-def distilled(frame: pd.DataFrame) -> Iterator[str]:
+def distillation(frame: pd.DataFrame) -> Iterator[str]:
     """With several labels per row; peaks of 64, and of the whole vocabulary."""
     frame = frame[frame.sweep == DISTILLATION]
     if frame.empty:
@@ -124,22 +113,20 @@ def distilled(frame: pd.DataFrame) -> Iterator[str]:
     tasks = frame.task.replace("forward_kl", "forward_kl_topk")
     tables = frame.groupby([tasks, "level", "model", "N", "frozen"], sort=False)
     for (task, level, model, N, frozen), mine in tables:
-        head = ["trained head, ", "frozen head, "][frozen] if level == "hidden" else ""
-        caption = f"{task} {LEVELS[level]}, {head}{model}, N = {N:,}, ms"
+        form = ["trained head, ", "frozen head, "][frozen] if level == "hidden" else ""
+        caption = f"{task} {LEVELS[level]}, {form}{model}, N = {N:,}, ms"
         yield by_column(mine, caption, mine[mine.K.isin([0, 64])])
 
 
 def without_avx512(cpu: pd.DataFrame, avx2: pd.DataFrame) -> Iterator[str]:
     """The cases that were measured on both kinds of processor, side by side."""
-    columns = {"bfloat16, AVX-512": cpu, "bfloat16, AVX2": avx2}
-    both = plain_losses(pd.concat([f.assign(column=name) for name, f in columns.items()]))
-    both = both[both["dtype"] == "bfloat16"]
+    both = pd.concat([cpu.assign(column="bfloat16, AVX-512"), avx2.assign(column="bfloat16, AVX2")])
+    both = plain_losses(both).query("dtype == 'bfloat16'")
     keys = ["level", "N", "V", "H"]
     both = both[both.groupby([*keys, "method"]).column.transform("nunique") == 2]
-    for (level, N, V, H), case in both.groupby(keys, sort=False):
-        of_head = f", H = {H:,}" if level == "hidden" else ""
+    for (level, *_), case in both.groupby(keys, sort=False):
         yield machine(case[case.column.str.endswith("AVX2")])
-        yield by_column(case, f"{LEVELS[level].capitalize()}, N = {N:,}, V = {V:,}{of_head}, ms")
+        yield by_column(case, f"{LEVELS[level].capitalize()}, {sizes(case)}, ms")
 
 
 def training(device: str) -> Iterator[str]:
@@ -154,34 +141,30 @@ def training(device: str) -> Iterator[str]:
         f"of {last['T'] // 2:,} to {last['T']:,} tokens; TRL {last.trl}, transformers "
         f"{last.transformers}, torch {last.torch}, {last.machine}, commit {last.commit}."
     )
-    peak = "peak of the process, MiB" if device == "cpu" else "peak of the step, MiB"
+    peak = f"peak of the {'process' if device == 'cpu' else 'step'}, MiB"
     columns = {"step_ms": "step, ms", "ms": "loss and backward, ms", "peak_MiB": peak}
     frame = frame.drop_duplicates("case", keep="last").sort_values("step_ms")
     frame = frame.set_index(frame.case.str.removeprefix("TRL micro-batch: ").rename("method"))
     yield markdown(frame[list(columns)].map(number).rename(columns=columns))
 
 
-def readme_block() -> str:
-    """The tables of the README: the first model on every device, in both dtypes.
-
-    Of real rows where these have been measured.
-    """
-    parts = []
+def readme() -> dict[str, list[str]]:
+    """The first model on every device in both dtypes; real rows where these have been measured."""
+    made = []
     for frame in map(results, ("cuda", "cpu")):
         frame = frame[frame.sweep.isna() & frame.model.str.startswith("Qwen3")]
         real = plain_losses(frame, REAL)
         mine = plain_losses(frame) if real.empty else real
-        for level, of_level in mine.groupby("level", sort=False):
-            first = of_level.iloc[0]
-            H = f", H = {first.H:,}" if level == "hidden" else ""
-            sizes = f"{LEVELS[str(level)]}, {first.profile}, N = {first.N:,}, V = {first.V:,}{H}"
-            table = of_level.pivot_table("ms", "method", "dtype")[["float32", "bfloat16"]]
-            table = table.sort_values("bfloat16").map(number)
-            parts.append(markdown(table.rename_axis(f"Loss and gradients {sizes}, ms")))
-            parts.append(machine(of_level))
-    return "\n\n".join(parts)
+        for (level, profile), of_level in mine.groupby(["level", "profile"], sort=False):
+            caption = f"Loss and gradients {LEVELS[level]}, {profile}, {sizes(of_level)}, ms"
+            table = of_level.pivot_table("ms", "method", "dtype").filter(["float32", "bfloat16"])
+            table = table.sort_values("bfloat16").map(number).rename_axis(caption)
+            made += [markdown(table), machine(of_level)]
+    return {"records": made}
 
+
+PAGES = {ROOT / "docs/internals/benchmarks.md": page, ROOT / "README.md": readme}
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(), blocks()))
-    README.write_text(filled(README.read_text(), {"records": readme_block()}))
+    for path, tables in PAGES.items():
+        path.write_text(filled(path.read_text(), tables()))

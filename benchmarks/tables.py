@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
@@ -17,10 +17,10 @@ def markdown(table: pd.DataFrame) -> str:
     return str(table.reset_index().to_markdown(index=False, colalign=align, disable_numparse=True))
 
 
-def filled(text: str, blocks: Mapping[str, str]) -> str:
-    """The text of a page, with the blocks between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+def filled(text: str, blocks: Mapping[str, Iterable[str]]) -> str:
+    """The text of a page, with the tables between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
     pattern = re.compile(r"(<!-- (\S+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
-    return pattern.sub(lambda mark: f"{mark[1]}{blocks[mark[2]].rstrip()}\n\n{mark[3]}", text)
+    return pattern.sub(lambda mark: mark[1] + "\n\n".join([*blocks[mark[2]], mark[3]]), text)
 
 
 def by_column(times: pd.DataFrame, caption: str, peaks: pd.DataFrame | None = None) -> str:
@@ -51,3 +51,9 @@ def machine(frame: pd.DataFrame) -> str:
         tasks = ", ".join(of_commit.task.unique()) + ": " if words[1:] else ""
         words.append(f"{tasks}commit {commit}, {of_commit.date.max()[:10]}")
     return f"{last.machine}, {last.threads} threads, {'; '.join(words)}."
+
+
+def sizes(frame: pd.DataFrame) -> str:
+    """Of the last row; H matters from hidden states only."""
+    last = frame.iloc[-1]
+    return f"N = {last.N:,}, V = {last.V:,}" + f", H = {last.H:,}" * (last.level == "hidden")
