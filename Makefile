@@ -7,7 +7,7 @@ OUT ?= out
 # Installed by its version alone: its build for the CPU, for one CUDA or for another differs between
 # package indices, so that no hash holds everywhere. The rest has hashes (requirements/*.txt).
 TORCH ?= 2.13.0
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup -q
+PYTEST = $(BIN)/python -m pytest -p no:benchmark -n 2 --dist loadgroup -q
 LIBRARY := bapo_kernels/_build.json
 
 .PHONY: check demo test test-all exhaustive processors versions oldest aarch64 study bench docs lint \
@@ -88,12 +88,17 @@ study: .venv/built
 	$(BIN)/python -m study run --out $(OUT)/study.jsonl
 	$(BIN)/python -m study report --records $(OUT)/study.jsonl --out $(OUT)
 
-# Takes forty minutes on two cores; rewrites figures and pages from the new records.
+# Takes forty minutes on two cores; rewrites figures and pages from the new results. A processor without
+# AVX-512 has files of its own: KIND=avx2.
+KIND ?= cpu
 bench: .venv/built
-	$(BIN)/python -m benchmarks run
+	for level in logits hidden log_probs search sampling_masks distillation; do \
+	  $(BIN)/python -m pytest benchmarks/test_$$level.py \
+	    --benchmark-json=benchmarks/results/$(KIND)_$$level.json || echo "$$level has failures"; \
+	done
 	$(BIN)/python -m benchmarks.trl_trainer
-	$(BIN)/python -m benchmarks plot
-	$(BIN)/python -m benchmarks report
+	$(BIN)/python -m benchmarks.plot
+	$(BIN)/python -m benchmarks.report
 
 # Writes build/docs/html; a warning is an error.
 docs: .venv/installed

@@ -10,13 +10,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import bapo_kernels
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-WITHOUT_AVX512 = "cpu_avx2"
 Record = dict[str, Any]
 
 
@@ -47,13 +47,6 @@ def processor() -> str:
     return f"{names[0] if names else platform.processor()}, {len(names)} cores, {features}"
 
 
-def file_of(device: str) -> Path:
-    """Where records of a device go; those of a processor without AVX-512 have their own file."""
-    if device == "cpu" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        device = WITHOUT_AVX512
-    return RESULTS / f"{device}.jsonl"
-
-
 def commit() -> str:
     """From BAPO_COMMIT, from git, or from the file COMMIT of a copy without history."""
     if os.environ.get("BAPO_COMMIT"):
@@ -78,3 +71,9 @@ def append(path: Path, records: list[Record]) -> None:
 def load(path: Path) -> list[Record]:
     """All records of a file; an empty list if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def summary(samples: list[float]) -> dict[str, float]:
+    """Median and 20/80 percentiles of milliseconds."""
+    low, median, high = np.percentile(samples, [20, 50, 80])
+    return {"ms": median, "ms_20": low, "ms_80": high, "repetitions": len(samples)}

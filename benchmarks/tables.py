@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
@@ -17,10 +17,10 @@ def markdown(table: pd.DataFrame) -> str:
     return str(table.reset_index().to_markdown(index=False, colalign=align, disable_numparse=True))
 
 
-def filled(text: str, blocks: Mapping[str, str]) -> str:
-    """The text of a page, with the blocks between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+def filled(text: str, blocks: Mapping[str, Iterable[str]]) -> str:
+    """The text of a page, with the tables between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
     pattern = re.compile(r"(<!-- (\S+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
-    return pattern.sub(lambda mark: f"{mark[1]}{blocks[mark[2]].rstrip()}\n\n{mark[3]}", text)
+    return pattern.sub(lambda mark: mark[1] + "\n\n".join([*blocks[mark[2]], mark[3]]), text)
 
 
 def by_column(times: pd.DataFrame, caption: str, peaks: pd.DataFrame | None = None) -> str:
@@ -36,28 +36,24 @@ def by_column(times: pd.DataFrame, caption: str, peaks: pd.DataFrame | None = No
 
 def number(value: float) -> str:
     """With three digits, without powers of ten."""
-    if pd.isna(value):
-        return ""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return "" if pd.isna(value) else f"{value:,.{digits}f}"
 
 
 def machine(frame: pd.DataFrame) -> str:
-    """The machine of the records, versions and commits."""
+    """The machine of the results, versions and commits."""
     last = frame.iloc[-1]
     versions = frame[["method", "version"]].dropna().drop_duplicates("version", keep="last")
     packages = sorted({f"{method.split()[0].split(',')[0]} {v}" for method, v in versions.values})
-    software = ", ".join([f"torch {last.torch}", *packages])
-    return f"{last.machine}, {last.threads} threads, {software}; {_commits(frame)}."
-
-
-def _commits(frame: pd.DataFrame) -> str:
-    """The commit of most records, then the other commits with the tasks measured at them."""
-    first, *others = frame["commit"].value_counts().index
-    words = [f"commit {first}, {frame[frame['commit'] == first].date.max()[:10]}"]
-    for commit in others:
+    words = [", ".join([f"torch {last.torch}", *packages])]
+    for commit in frame["commit"].value_counts().index:  # most have the first, others name tasks
         of_commit = frame[frame["commit"] == commit]
-        tasks = ", ".join(of_commit.task.unique())
-        words.append(f"{tasks}: commit {commit}, {of_commit.date.max()[:10]}")
-    return "; ".join(words)
+        tasks = ", ".join(of_commit.task.unique()) + ": " if words[1:] else ""
+        words.append(f"{tasks}commit {commit}, {of_commit.date.max()[:10]}")
+    return f"{last.machine}, {last.threads} threads, {'; '.join(words)}."
+
+
+def sizes(frame: pd.DataFrame) -> str:
+    """Of the last row; H matters from hidden states only."""
+    last = frame.iloc[-1]
+    return f"N = {last.N:,}, V = {last.V:,}" + f", H = {last.H:,}" * (last.level == "hidden")

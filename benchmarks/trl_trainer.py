@@ -20,11 +20,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import track
 
-from .console import digits, spread, table, wide_console
-from .records import append, environment
-from .timing import summary
+from .records import append, environment, summary
 
 RESULTS = Path(__file__).parent / "results" / "trl.jsonl"
 GROUP = 4  # answers to a prompt
@@ -222,29 +219,26 @@ def main(
     vocab: int | None = None,
     out: Annotated[Path, typer.Option(help="JSON lines file for the records")] = RESULTS,
 ) -> None:
-    """Runs every trainer, appends its record to a file, and prints a table."""
+    """Runs every trainer, appends its record to a file, and prints its times."""
     case = CASES[device]
     case = replace(case, T=tokens or case.T, V=vocab or case.V)
     context = multiprocessing.get_context("spawn")
     here = environment(device)  # the file of records may be in the repository
-    rows, failed = [], 0
-    for name in track(TRAINERS, "trainers"):
+    print(case, flush=True)
+    measured = 0
+    for name in TRAINERS:
         try:
             with ProcessPoolExecutor(1, mp_context=context) as alone:
                 r = alone.submit(run, name, case, device).result()
         except Exception as error:  # which must not keep the others from running
-            failed += 1
-            rows.append((name, f"{type(error).__name__}: {error}"))
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
             continue
-        append(out, [{**here, **r}])
-        step, mean, peak = (digits(r[key]) for key in ("step_ms", "ms_mean", "peak_MiB"))
-        rows.append((name, step, digits(r["ms"]), spread(r), mean, peak))
-    sizes = f"V = {case.V:,}, H = {case.H:,}, layers: {case.layers}"
-    title = f"{MICRO_BATCHES} x {case.B} answers of up to {case.T} tokens, {sizes}"
-    columns = "", "step, ms", "micro-batch, ms", "20 % .. 80 %", "mean", "peak MiB"
-    wide_console().print(table(title, columns, rows))
-    print(f"{len(TRAINERS) - failed} of {len(TRAINERS)} trainers measured")
-    raise typer.Exit(failed > 0)
+        append(out, [here | r])
+        measured += 1
+        times = "step {step_ms:,.0f} ms, micro-batch {ms:,.0f} ms ({ms_20:,.0f} to {ms_80:,.0f})"
+        print(f"{name}: {times.format(**r)}, peak {r['peak_MiB']:,.0f} MiB", flush=True)
+    print(f"{measured} of {len(TRAINERS)} trainers measured")
+    raise typer.Exit(measured < len(TRAINERS))
 
 
 if __name__ == "__main__":

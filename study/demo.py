@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.console import table
 from benchmarks.plot import RC, save
 
 from .arms import DEMO
@@ -92,5 +91,9 @@ def summary(rows: pd.DataFrame) -> Table:
         }
         cells |= {"below 0.4": f"{of_arm.below_target.mean():.0%}"}
         quantities[arm] = cells | {"raised": f"{of_arm.moved.mean():.0%}"}
-    lines = ((name, *(quantities[arm][name] for arm in DEMO)) for name in quantities[DEMO[0]])
-    return table(TITLE, ("", *DEMO), lines)
+    table = Table("", title=TITLE, title_justify="left")
+    for arm in DEMO:
+        table.add_column(arm, justify="right")
+    for name in quantities[DEMO[0]]:
+        table.add_row(name, *(quantities[arm][name] for arm in DEMO))
+    return table
