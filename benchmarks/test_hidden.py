@@ -44,8 +44,7 @@ def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
         yield replace(loss(), model="any", V=V, sweep="V"), everyone
     many = replace(loss(), N=8_192, H=128, model="any") if cpu else replace(loss(), N=131_072)
     yield replace(many, sweep="many tokens"), [*mine, *IN_PARTS]
-    if not cpu:
-        yield loss(sweep=TARGETS), [*mine, *ours.one_chunk(device)]
+    yield loss(sweep=TARGETS), [*mine, *ours.one_chunk(device)]
     yield from _forms_of_the_head(device, models[0], 512 if cpu else N)
 
 
