@@ -86,7 +86,7 @@ def masks(frame: pd.DataFrame) -> Iterator[str]:
         return
     masked, ours = frame.sweep == SAMPLING_MASK, frame.method.str.startswith("bapo")
     ids = frame.V.iloc[0] * frame[masked].shares.iloc[0]["allowed"]
-    yield f"{sizes(frame[frame.level == 'hidden'])}; {ids:.1f} ids per set; {machine(frame)}"
+    yield f"{sizes(frame)}; {ids:.1f} ids per set; {machine(frame)}"
     heads = frame.frozen.map({True: ", frozen", False: ", trained"})
     frame = frame.assign(
         column=frame["dtype"] + heads.where(frame.level == "hidden", ""),

@@ -8,7 +8,7 @@ import matplotlib as mpl
 import pandas as pd
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.plot import RC, save
 
@@ -91,9 +91,8 @@ def summary(rows: pd.DataFrame) -> Table:
         }
         cells |= {"below 0.4": f"{of_arm.below_target.mean():.0%}"}
         quantities[arm] = cells | {"raised": f"{of_arm.moved.mean():.0%}"}
-    table = Table("", title=TITLE, title_justify="left")
-    for arm in DEMO:
-        table.add_column(arm, justify="right")
+    columns = (Column(arm, justify="right") for arm in DEMO)
+    table = Table("", *columns, title=TITLE, title_justify="left")
     for name in quantities[DEMO[0]]:
         table.add_row(name, *(quantities[arm][name] for arm in DEMO))
     return table
