@@ -1,10 +1,10 @@
-"""What is measured: models, data, and the suites for a CPU and for a GPU."""
+"""What is measured: models, tasks and their data."""
 
 from __future__ import annotations
 
 import copy
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bapo_kernels import BAPOConfig, SamplingMask, reference
+from bapo_kernels.reference.tokens import clipped
 from bapo_kernels.tools.real_rows import real_head, real_rows
 
 from .distillation import Teacher
-from .row_classes import row_classes
 from .sets import Places, labels_in, sampling_mask
 
 Divergence = Literal["forward_kl", "forward_kl_topk", "loss + forward_kl_topk"]
-Level = Literal["logits", "hidden"]  # what a method starts from
 GAUSSIAN, REAL = "Gaussian rows", "real rows"  # the profiles; real ones are at temperature 1
 SEQUENCES = 8
 FEW = 24  # tokens that are checked
@@ -61,10 +60,10 @@ class Case:
 
     ``loss`` is BAPO with its search, ``clip`` the same with fixed bounds, and ``cispo``, ``sapo``
     and ``gspo`` are these policies at fixed bounds, all with gradients; ``log_probs`` has no
-    gradient; ``search`` finds the bounds from log-probs. The layout ``mixed``
-    is the data of the targets: 25 % of the tokens are masked, 40 % of the others have no advantage,
-    and 3 % of all are undecided. With a frozen head only the hidden states need a gradient.
-    Every token of the sweep ``SAMPLING_MASK`` has a set; its layouts are those of ``sets``.
+    gradient; ``search`` finds the bounds from log-probs. The layout ``mixed`` is the data of the
+    targets: 25 % of the tokens are masked, 40 % of the others have no advantage, and 3 % of all are
+    undecided. With a frozen head only the hidden states need a gradient. Every token of the sweep
+    ``SAMPLING_MASK`` has a set; its layouts are those of ``sets``.
 
     In the sweep ``DISTILLATION`` the labels are the ``K`` most probable ids of a teacher. ``vjp``
     is log-probs and the gradient of their sum with given weights, ``forward_kl_topk`` the loss of
@@ -141,18 +140,14 @@ class Case:
         """The same case with few rows, and as narrow a head as the reference in float64 takes."""
         return replace(self, N=FEW, H=min(self.H, 128))
 
-    def fields(self) -> dict[str, Any]:
-        """The fields of a record."""
-        return asdict(self)
-
 
 class Batch:
     """Inputs of a case, the same for every method.
 
     ``inputs`` are ``(logits,)`` or ``(hidden_states, lm_head_weight)``, leaves that require a
     gradient, except for a frozen weight. ``labels``, ``old``, ``A`` and ``mask`` are ``[B, S]``.
-    ``unmasked`` and ``active`` are numbers of rows. ``sampling_mask`` is None
-    except in the sweep over these; its sets have the labels, and ``old`` is of its distribution.
+    ``unmasked`` and ``active`` are numbers of rows. ``sampling_mask`` is None except in the sweep
+    over these; its sets have the labels, and ``old`` is of its distribution.
     ``columns`` are the labels whose log-probs the task needs, ``[..., K]`` if it has several, after
     the sampled one if its loss is needed too; ``teacher`` is None except in a distillation.
     """
@@ -292,21 +287,17 @@ class Batch:
         config = self.case.config
         if self.case.sweep == DISTILLATION:
             return dict(unmasked=1.0, active=1.0, undecided=1.0, gradient=1.0)
+        shares = {"unmasked": self.unmasked / self.case.N, "active": self.active / self.case.N}
         if self.case.task in POLICIES and self.case.task != "clip":
             # Of every active row. A ratio of a sequence is known when all its rows have been read.
-            active = self.active / self.case.N
-            again = active if config.ratio_level == "sequence" else 0.0
-            unmasked = self.unmasked / self.case.N
-            return dict(unmasked=unmasked, active=active, undecided=again, gradient=active)
+            again = shares["active"] if config.ratio_level == "sequence" else 0.0
+            return shares | dict(undecided=again, gradient=shares["active"])
         bounds = reference.find_clip_bounds(*self.tokens, config=config)
-        classes = row_classes(*self.tokens, config)
-        rows = {
-            "unmasked": ~classes.skipped,
-            "active": ~(classes.skipped | classes.idle),
-            "undecided": classes.undecided,
-            "gradient": row_classes(*self.tokens, config, bounds).kept,
-        }
-        shares = {name: mask.double().mean().item() for name, mask in rows.items()}
+        tokens = reference.Contributions(config, *self.tokens)
+        ends = config.options.start(), config.options.maximum(), bounds
+        first, last, found = (clipped(tokens.r, tokens.A, *end) for end in ends)
+        rows = {"undecided": first != last, "gradient": (tokens.A != 0) & ~found}
+        shares |= {name: mask.double().mean().item() for name, mask in rows.items()}
         if self.sampling_mask is not None:
             shares["allowed"] = len(self.sampling_mask.token_ids) / (self.case.N * self.case.V)
         return shares

@@ -178,8 +178,8 @@ def _judged(name: str, target: dict[str, Any]) -> str:
 def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, Any]:
     """Without the name of the machine."""
     facts = environment(config.getoption("device"))
-    kept = "device", "machine", "threads", "python", "torch", "bapo_kernels", "cuda", "malloc"
-    return {name: facts[name] for name in kept if name in facts}
+    del facts["date"], facts["commit"]
+    return facts | {"processor": facts.pop("machine")}
 
 
 def pytest_benchmark_generate_commit_info(config: pytest.Config) -> dict[str, Any]:

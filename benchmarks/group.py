@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from statistics import median
 from typing import Any
@@ -40,7 +41,7 @@ class Group:
         calls = {}
         for method in methods:
             tell(f"{method.name}: first calls")
-            facts = {"method": method.name, "version": method.version, **case.fields()}
+            facts = {"method": method.name, "version": method.version, **asdict(case)}
             self.facts[method.name] = facts
             try:
                 calls[method.name] = self._ready(method, few, facts)

@@ -23,7 +23,6 @@ from bapo_kernels.backends.triton import launch, row_gradient, row_pass
 from bapo_kernels.tools.timing import Timed, clock_of
 
 from .cases import Batch, Case
-from .checks import distance, raise_above, tolerance
 from .records import append, environment, summary
 
 
@@ -70,12 +69,12 @@ def main(
 
     def run() -> Tensor:
         leaf.grad = None
-        out = bapo_loss(leaf, *batch.rest, **batch.options, backend="triton")
+        out = bapo_loss(leaf, *batch.rest, config=case.config, backend="triton")
         out.loss.backward()
         return out.loss.detach()
 
     loss = run()  # of the present variant, which the tests check
-    gradients, most = leaf.grad[-1, -64:].double(), tolerance(case.torch_dtype)
+    gradients = leaf.grad[-1, -64:]
     results = []
     for variant in variants(row_bytes, multiprocessors):
         resident = resident_bytes(variant, row_bytes, multiprocessors)
@@ -85,9 +84,8 @@ def main(
         cut = {"row_shape": mock.Mock(return_value=shape), "limits": mock.Mock(return_value=limits)}
         try:
             with mock.patch.multiple(row_pass, **cut), mock.patch.multiple(row_gradient, **cut):
-                error = (run() - loss).abs() / batch.A.abs().mean()
-                raise_above(most, "loss", error.item())
-                raise_above(most, "gradient", distance(leaf.grad[-1, -64:], gradients))
+                torch.testing.assert_close(run(), loss)
+                torch.testing.assert_close(leaf.grad[-1, -64:], gradients, rtol=1e-2, atol=1e-9)
                 samples = clock.samples(Timed(run, graph=True))
         except Exception as failure:  # a variant may need more than the device has
             reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
