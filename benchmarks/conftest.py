@@ -26,7 +26,8 @@ from .group import Group
 from .methods.method import Method
 from .records import environment
 
-SIZES = {"tokens": ("N", int), "vocab": ("V", int), "hidden": ("H", int), "dtype": ("dtype", str)}
+SIZES = {"tokens": "N", "vocab": "V", "hidden": "H", "dtype": "dtype"}
+DTYPES = "float32", "bfloat16", "float16"
 GROUP, BEGAN = pytest.StashKey[tuple[Case | None, Group | None]](), pytest.StashKey[float]()
 YARDSTICKS, SHOWN = pytest.StashKey[dict[Case, Method]](), pytest.StashKey[dict[str, list[Any]]]()
 
@@ -57,14 +58,20 @@ timer = Samples()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("bapo_kernels")
-    for name, (_, kind) in SIZES.items():
-        group.addoption(f"--{name}", type=kind, help="replaces that of the cases")
+    for name in SIZES:
+        kind = {"choices": DTYPES} if name == "dtype" else {"type": int}
+        group.addoption(f"--{name}", help="replaces that of the cases", **kind)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     group.addoption("--device", choices=["cpu", "cuda"], default=device)
     group.addoption("--minutes", type=float, default=math.inf, help="start no case after this time")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    tokens, device = config.getoption("tokens"), config.getoption("device")
+    if tokens is not None and (tokens < 1 or tokens % SEQUENCES):
+        raise pytest.UsageError(f"--tokens must be a multiple of {SEQUENCES}, got {tokens}")
+    if device == "cuda" and not (torch.cuda.is_available() or config.option.collectonly):
+        raise pytest.UsageError("--device must be one that torch can use, got 'cuda'")
     config.stash[BEGAN], config.stash[GROUP] = time.monotonic(), (None, None)
     config.stash[YARDSTICKS], config.stash[SHOWN] = {}, {}
     # torch.compile warns of every graph break, and has a shape for every case.
@@ -73,9 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    given = {field: metafunc.config.getoption(name) for name, (field, _) in SIZES.items()}
-    if (given["N"] or SEQUENCES) % SEQUENCES:
-        raise pytest.UsageError(f"--tokens must be a multiple of {SEQUENCES}, got {given['N']}")
+    given = {field: metafunc.config.getoption(name) for name, field in SIZES.items()}
     found: dict[Case, dict[str, Method]] = {}
     for case, methods in metafunc.module.cases(metafunc.config.getoption("device")):
         found.setdefault(case.resized(**given), {}).update({m.name: m for m in methods})

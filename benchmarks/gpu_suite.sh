@@ -44,7 +44,7 @@ WORKERS=6
 CHECKED_SIZES=(--N 512 --H 256 --V 5000 --V 20000 --V 40000 --V 80001 --V 151936 --V 262209)
 STEP_SIZES=()
 if [[ $DEVICE == cpu ]]; then
-  MODELS=in-place HEAD=trained-head-any-N16-V500-bfloat16
+  MODELS="real and bapo_kernels" HEAD="trained-head and float32 and bapo_kernels"
   TESTS=(tests/test_log_probs.py)
   OTHER_TESTS=(tests/test_prepare.py)
   WORKERS=0
@@ -227,6 +227,7 @@ shapes() { measure shapes bapo_kernels benchmarks --minutes 3; }
 # Leaves a JSON of this name with the benchmarks of files that a keyword selects.
 measure() {
   local backend keyword="($2)"
+  [[ $DEVICE == cuda ]] || keyword+=" and not compiled"
   for backend in "$DEVICE" triton; do
     is_right "$backend" || keyword+=" and not bapo_kernels-$backend"
   done
