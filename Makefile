@@ -88,9 +88,9 @@ study: .venv/built
 	$(BIN)/python -m study run --out $(OUT)/study.jsonl
 	$(BIN)/python -m study report --records $(OUT)/study.jsonl --out $(OUT)
 
-# Takes forty minutes on two cores; rewrites figures and pages from the new results. A processor without
-# AVX-512 has files of its own: KIND=avx2.
-KIND ?= cpu
+# Takes forty minutes on two cores; rewrites figures and pages from the new results. A processor with
+# AVX2 alone has files of its own.
+KIND ?= $(shell grep -qs avx512f /proc/cpuinfo || ! grep -qs avx2 /proc/cpuinfo && echo cpu || echo avx2)
 bench: .venv/built
 	for level in logits hidden log_probs search sampling_masks distillation; do \
 	  $(BIN)/python -m pytest benchmarks/test_$$level.py \

@@ -77,6 +77,8 @@ def row_pass(batch: Batch, method: Method) -> Callable[[], object]:
 
     with mock.patch.object(passes, "ops_of", recording):
         method.step(batch)
+    if not seen:
+        raise ValueError("the dtype takes two passes over all rows")
     return seen[0]
 
 
