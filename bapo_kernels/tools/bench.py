@@ -120,7 +120,8 @@ def _name(backend: str, case: str) -> str:
 
 
 def _told(check: Check) -> str:
-    return check.note or f"{check.quantity} off by {check.error:.1e}, budget {check.budget:.1e}"
+    numbers = f"{check.quantity} off by {check.error:.1e}, budget {check.budget:.1e}"
+    return check.note.partition("\n")[0][:200] or numbers
 
 
 def _in_words(error: Exception) -> str:
