@@ -221,8 +221,8 @@ def _processor() -> str:
     file, name = Path("/proc/cpuinfo"), platform.machine()
     if file.exists() and (found := re.search(r"model name\s*: (.*)", file.read_text())):
         name = found[1]
-    features = torch.backends.cpu.get_cpu_capability()
-    return f"{name}, {features}, {torch.get_num_threads()} threads"
+    features, n = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"{name}, {features}, {n} thread{'s' if n > 1 else ''}"
 
 
 def table(sizes: Sizes, rows: Sequence[Row]) -> str:
