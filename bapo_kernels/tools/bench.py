@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import chain
 from logging import ERROR
 from math import nan
 from pathlib import Path
@@ -73,17 +74,13 @@ def run(
 ) -> list[Row]:
     """Checks our kernels, then measures peak memory and time of all methods, in turns.
 
-    Args:
-        sizes: what is measured.
-        backends: defaults to every backend with kernels that can run on the device.
-        tell: receives what is being done.
-
-    Raises:
-        ValueError: a named backend cannot run on the device, or no backend can.
+    ``tell`` receives what is being done. Backends and errors are those of ``validate.runnable``.
     """
     backends, clock = runnable(sizes.device, backends), clock_of(sizes.device)
+    dtype, head = getattr(torch, sizes.dtype), (bool(sizes.hidden), sizes.frozen)
     failed: dict[str, list[Check]] = {}
-    for task in (task for name in backends for task in tasks_at(name, **vars(sizes))):
+    asked = (tasks_at(name, sizes.device, dtype, sizes.vocab, *head) for name in backends)
+    for task in chain.from_iterable(asked):
         tell(f"{(name := _name(task.backend, task.case))}: check")
         failed[name] = [check for check in checked(task) if not check.passed]
     tell("rows of a language model")

@@ -203,19 +203,19 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
 
 
 def tasks_at(
-    backend: str, device: str, dtype: str, vocab: int, hidden: int, frozen: bool, tokens: int
+    backend: str, device: str, dtype: torch.dtype, V: int, hidden: bool, frozen: bool
 ) -> Iterator[Task]:
-    """What ``bench`` times, on a few real rows and as few hidden states."""
-    options: dict[str, Any] = dict(backend=backend, dtype=getattr(torch, dtype), device=device)
+    """What ``bench`` times, on a few real rows, or as few hidden states."""
+    options: dict[str, Any] = dict(backend=backend, dtype=dtype, device=device)
     if hidden:
-        measure = partial(_linear, real=vocab, frozen=frozen, **options)
+        measure = partial(_linear, real=V, frozen=frozen, **options)
         cases = {"loss": measure, "linear_log_probs": partial(measure, loss=in_two_steps)}
     else:
-        options |= dict(shape=(8,), V=vocab, real=1.0)
+        options |= dict(shape=(8,), V=V, real=1.0)
         cases = {"loss": partial(_loss, bapo_loss, **options)}
         cases["in place"] = partial(_loss, _inplace, **options)
     for case, measure in cases.items():
-        yield Task(backend, case, options["dtype"], measure)
+        yield Task(backend, case, dtype, measure)
 
 
 def _loss(loss: Loss, backend: str, sets: bool = False, **options: Any) -> Quantities:
@@ -327,7 +327,7 @@ def _linear(
     hidden = torch.randint(-1, 2, (*shape, H), generator=g, device="cpu")
     weight = torch.randint(-2, 3, (V, H), generator=g, device="cpu") / 2
     if real:
-        hidden, weight, labels = real_head(shape := (2, 8), V := real, H, dtype=dtype)
+        hidden, weight, labels = real_head(shape := (2, 4), V := real, H, dtype=dtype)
     hidden, weight = hidden.to(device, dtype), weight.to(device, dtype)
     logits = (hidden @ weight.T).cpu()
     case = budget.make_case(shape, V, device=device, logits=logits, labels=labels, staleness=0.5)
