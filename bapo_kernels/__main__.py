@@ -1,4 +1,4 @@
-"""``python -m bapo_kernels``: versions and backends; with a command, validation.
+"""``python -m bapo_kernels``: versions and backends; with a command, validation or timing.
 
 May import ``debug``, and ``tools`` for a command. The report must not need typer and rich.
 """

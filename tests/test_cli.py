@@ -1,4 +1,4 @@
-"""The commands: validate finds wrong kernels."""
+"""The commands: validate finds wrong kernels. ``test_bench.py`` has bench."""
 
 import ctypes
 import itertools
@@ -55,7 +55,7 @@ import contextlib, io, json, runpy, sys
 import bapo_kernels
 assert not {"typer", "rich"} & set(sys.modules)
 sys.modules["typer"] = None
-for command in ([], ["--version"], ["validate"]):
+for command in ([], ["--version"], ["validate"], ["bench"]):
     sys.argv[:] = ["bapo_kernels", *command]
     told, error = io.StringIO(), None
     with contextlib.redirect_stdout(told):
@@ -71,11 +71,11 @@ for command in ([], ["--version"], ["validate"]):
 def test_only_commands_need_typer():
     """Without it a command names the extra."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_TYPER], capture_output=True, text=True)
-    report, version, command = map(json.loads, done.stdout.splitlines())
+    report, version, *commands = map(json.loads, done.stdout.splitlines())
     assert "backend reference available" in report[0]
     assert version == [f"{bapo_kernels.__version__}\n", None]
     needed = "the commands need typer and rich (extra 'cli'): pip install 'typer>=0.19' rich"
-    assert command == ["", f"bapo_kernels: {needed}"]
+    assert commands == [["", f"bapo_kernels: {needed}"]] * 2
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
@@ -85,6 +85,7 @@ def test_help_lists_the_commands(monkeypatch, capsys, option):
         runpy.run_module("bapo_kernels", run_name="__main__")
     told = capsys.readouterr().out
     assert "validate" in told
+    assert "bench" in told
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from json import dumps
 from math import isfinite
 from pathlib import Path
@@ -34,7 +35,16 @@ def _in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
+def _can_be_drawn(path: Path | None) -> Path | None:
+    if path is not None and find_spec("matplotlib") is None:
+        raise BadParameter("a figure needs matplotlib: pip install matplotlib")
+    if path is not None and path.suffix not in (formats := (".pdf", ".png", ".svg")):
+        raise BadParameter(f"a figure must end in one of {formats}, got {path.name!r}")
+    return _in_a_folder(path)
+
+
 File = Annotated[Path | None, Option(dir_okay=False, writable=True, callback=_in_a_folder)]
+Picture = Annotated[Path | None, Option(dir_okay=False, writable=True, callback=_can_be_drawn)]
 
 
 def commands() -> Typer:
@@ -43,7 +53,7 @@ def commands() -> Typer:
     names = {"help_option_names": ["-h", "--help"]}
     app = Typer(help=about, add_completion=False, context_settings=names)
     app.command()(validate)
-    app.callback()(lambda: None)  # else a single command would have no name
+    app.command()(bench)
     return app
 
 
@@ -116,6 +126,47 @@ def validate(
     if missing := [name for name in require or () if name not in report["plan"]["backends"]]:
         print("required, but not checked:", ", ".join(missing))
     raise SystemExit(1 if failed or missing else 0)
+
+
+def bench(
+    tokens: Annotated[int, Option(min=1)] = 512,
+    vocab: Annotated[int, Option(min=2)] = 151_936,
+    hidden: Annotated[int | None, Option(min=1)] = None,
+    dtype: Dtype = "bfloat16",
+    device: Device | None = None,
+    backend: list[str] | None = None,
+    frozen: Annotated[bool, Option("--frozen")] = False,
+    plot: Picture = None,
+    json: File = None,
+) -> None:
+    """Times loss and gradients on this machine, beside PyTorch's.
+
+    From logits, or with --hidden from hidden states of that width; with --frozen the head needs no
+    gradient. The rows are those of a language model, and the search acts. A kernel that is wrong on
+    8 of them is named, and not timed. --device and --backend are as in validate; --plot names a
+    file for a figure, --json one for all numbers. The exit status is 0 if all kernels were timed.
+    """
+    from . import bench as tool
+    from .validate import machine
+
+    if frozen and hidden is None:
+        raise BadParameter("needs --hidden: logits come without a head", param_hint="'--frozen'")
+    try:
+        sizes = tool.Sizes(tokens, vocab, hidden or 0, dtype, _device(device), frozen)
+        console = Console(stderr=True)
+        with console.status("", refresh_per_second=2) as status:  # a thread beside what is timed
+            rows = tool.run(sizes, backend, status.update)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    print(tool.title(sizes), tool.table(sizes, rows), sep="\n")
+    if json is not None:
+        kept = [asdict(row) | {"failed": [*map(_row, row.failed)]} for row in rows]
+        report = {"sizes": asdict(sizes), "machine": machine(sizes.device), "rows": kept}
+        json.write_text(dumps(report, indent=1) + "\n")
+    if plot is not None:
+        tool.draw(sizes, rows, plot)
+    ours = [row for row in rows if row.name.startswith(tool.OURS)]
+    raise SystemExit(1 if any(row.why_not for row in ours) else 0)
 
 
 def _name(case: Task | Check) -> str:

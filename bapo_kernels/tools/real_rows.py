@@ -37,10 +37,18 @@ def real_rows(
 
 
 def real_head(
-    shape: tuple[int, ...], V: int, H: int, temperature: float = 1.0, seed: int = 0
+    shape: tuple[int, ...],
+    V: int,
+    H: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, at most H, and a head ``[V, H]`` with these logits; the labels."""
+    """Hidden states, at most H, and a head ``[V, H]`` of a dtype with these logits; the labels."""
     logits, labels = real_rows(shape, V, temperature, seed)
     columns = logits.new_empty(H, labels.numel()).normal_(generator=torch.Generator())
     hidden = torch.linalg.qr(columns)[0].T  # orthonormal rows
-    return hidden.reshape(*shape, H), logits.view(-1, V).T @ hidden, labels
+    weight = logits.new_empty(V, H, dtype=dtype)
+    for part, columns in zip(weight.split(8192), logits.view(-1, V).split(8192, 1), strict=True):
+        part.copy_(columns.T @ hidden)  # as a whole it would be large in float64
+    return hidden.reshape(*shape, H), weight, labels

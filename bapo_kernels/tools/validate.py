@@ -23,15 +23,16 @@ from .. import reference
 from ..backends import NAMES, available_backends, choose, triton, why_not
 from ..backends.self_check import late
 from ..bounds import find_clip_bounds
-from ..config import BAPOConfig
+from ..config import IGNORE_INDEX, BAPOConfig
 from ..debug import environment
 from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
-from ..linear import bapo_linear_loss
+from ..linear import bapo_linear_loss, linear_log_probs
 from ..output import BAPOOutput, ClipBounds
 from ..sampling_mask import SamplingMask
 from . import budget
 from .budget import Case, Loss, Measured, Result
 from .processes import CallError, Worker
+from .real_rows import real_head
 
 CANDIDATES = tuple(name for name in NAMES if name != "reference")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)  # training's usual dtype first
@@ -92,11 +93,18 @@ def run(
     found = [task for name in runnable(device, backends) for task in tasks(name, device)]
     checks: list[Check] = []
     with closing(Worker(limit)) as worker:
-        for backend, case, dtype, measure in track(found):
-            for measured in _measured(partial(worker.results, measure) if limit else measure):
-                checks.append(Check(backend, case, str(dtype).removeprefix("torch."), *measured))
-                tell(checks[-1])
+        for task in track(found):
+            measure = partial(worker.results, task.measure) if limit else task.measure
+            for check in checked(task._replace(measure=measure)):
+                checks.append(check)
+                tell(check)
     return checks
+
+
+def checked(task: Task) -> Iterator[Check]:
+    """Runs a case in this process."""
+    for measured in _measured(task.measure):
+        yield Check(task.backend, task.case, str(task.dtype).removeprefix("torch."), *measured)
 
 
 def _measured(measure: Callable[[], Iterable[Measured]]) -> Iterator[tuple[Any, ...]]:
@@ -194,6 +202,22 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
         yield Task(backend, "2^31 logits", torch.bfloat16, measure)
 
 
+def tasks_at(
+    backend: str, device: str, dtype: torch.dtype, V: int, hidden: bool, frozen: bool
+) -> Iterator[Task]:
+    """What ``bench`` times, on a few real rows, or as few hidden states."""
+    options: dict[str, Any] = dict(backend=backend, dtype=dtype, device=device)
+    if hidden:
+        measure = partial(_linear, real=V, frozen=frozen, **options)
+        cases = {"loss": measure, "linear_log_probs": partial(measure, loss=in_two_steps)}
+    else:
+        options |= dict(shape=(8,), V=V, real=1.0)
+        cases = {"loss": partial(_loss, bapo_loss, **options)}
+        cases["in place"] = partial(_loss, _inplace, **options)
+    for case, measure in cases.items():
+        yield Task(backend, case, dtype, measure)
+
+
 def _loss(loss: Loss, backend: str, sets: bool = False, **options: Any) -> Quantities:
     case = budget.make_case(**options)
     case = _with_sets(case) if sets else case
@@ -286,16 +310,49 @@ def _log_probs(
         yield name, *budget.error_and_budget(got[i], theirs, truth[i], operand=operand)
 
 
-def _linear(backend: str, dtype: torch.dtype, device: str, sets: bool = False) -> Quantities:
-    """Takes several chunks and recomputes rows; logits are multiples of 1/2, always exact."""
-    g, shape, V, H = torch.Generator().manual_seed(0), (6, 12), 193, 16
-    hidden = torch.randint(-1, 2, (*shape, H), generator=g, device="cpu").to(device, dtype)
-    weight = (torch.randint(-2, 3, (V, H), generator=g, device="cpu") / 2).to(device, dtype)
+def _linear(
+    backend: str,
+    dtype: torch.dtype,
+    device: str,
+    sets: bool = False,
+    loss: Loss = bapo_linear_loss,
+    real: int = 0,
+    frozen: bool = False,
+) -> Quantities:
+    """Takes several chunks and recomputes rows; logits are multiples of 1/2, always exact.
+
+    With ``real``, the size of a vocabulary, they are a few rows of a language model.
+    """
+    g, shape, V, H, labels = torch.Generator().manual_seed(0), (6, 12), 193, 16, None
+    hidden = torch.randint(-1, 2, (*shape, H), generator=g, device="cpu")
+    weight = torch.randint(-2, 3, (V, H), generator=g, device="cpu") / 2
+    if real:
+        hidden, weight, labels = real_head(shape := (2, 4), V := real, H, dtype=dtype)
+    hidden, weight = hidden.to(device, dtype), weight.to(device, dtype)
     logits = (hidden @ weight.T).cpu()
-    case = budget.make_case(shape, V, device=device, logits=logits, staleness=0.5)
+    case = budget.make_case(shape, V, device=device, logits=logits, labels=labels, staleness=0.5)
     case = _with_sets(case) if sets else case
-    loss = partial(bapo_linear_loss, backend=backend, chunk_tokens=8)
-    yield from _compare(loss, reference.bapo_linear_loss, case, (hidden, weight))
+    loss, expected = partial(loss, backend=backend, chunk_tokens=8), reference.bapo_linear_loss
+    if frozen:
+        fixed = partial(_frozen, loss, weight), partial(_frozen, expected, weight)
+        yield from _compare(*fixed, case, (hidden,))
+    else:
+        yield from _compare(loss, expected, case, (hidden, weight))
+
+
+def _frozen(loss: Loss, weight: Tensor, hidden: Tensor, *tokens: Any, **options: Any) -> BAPOOutput:
+    return loss(hidden, weight.to(hidden.dtype), *tokens, **options)
+
+
+def in_two_steps(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *tokens: Any, **options: Any
+) -> BAPOOutput:
+    """As ``bapo_linear_loss``, through ``linear_log_probs``."""
+    old, advantages, mask = tokens
+    labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
+    of_loss = dict(config=options.pop("config", None), backend=options["backend"])
+    logp, of_loss["entropy"] = linear_log_probs(hidden, weight, labels, **options)
+    return bapo_loss_from_log_probs(logp, old, advantages, labels != IGNORE_INDEX, **of_loss)
 
 
 def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Quantities:

@@ -73,10 +73,12 @@ def test_the_install_is_the_same_on_every_page():
     assert len({next(c for kind, c, _ in page(p).fences() if kind == "sh") for p in pages}) == 1
 
 
-def test_the_options_of_the_command_line():
+@pytest.mark.parametrize("command", ["validate", "bench"])
+def test_the_options_of_the_command_line(command):
     text = (DOCS / "api/command_line.md").read_text()
-    names = cli.validate.__annotations__.keys() - {"return"}
-    assert set(re.findall(r"^\| `--(\w+)`", text, re.MULTILINE)) == names
+    section = text.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
+    names = getattr(cli, command).__annotations__.keys() - {"return"}
+    assert set(re.findall(r"^\| `--(\w+)`", section, re.MULTILINE)) == names
 
 
 @pytest.mark.parametrize(

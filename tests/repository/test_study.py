@@ -4,6 +4,7 @@ import importlib
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from helpers import assert_within_budget, needs_native
 from pages import ROOT
 from typer.testing import CliRunner
 
+from bapo_kernels.tools import bench, validate
 from bapo_kernels.tools.budget import in_some_orders
 
 pytest.importorskip("transformers")
@@ -36,23 +38,22 @@ def test_the_demo_imports_no_more_than_its_environment_has():
 
 
 @needs_native
-@pytest.mark.parametrize("way", ["after", "inplace"])
-def test_an_inexact_kernel_is_not_timed(monkeypatch, tmp_path, way):
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_picture_of_before_and_after(monkeypatch, tmp_path, capsys, wrong):
     monkeypatch.syspath_prepend(EXAMPLES)
     example = importlib.import_module("before_after")
     monkeypatch.setattr(example, "VOCABULARY", 1_003)
-    torch.save(example.batch(8, torch.bfloat16), file := tmp_path / "batch")
-    assert example.measure(way, "bfloat16", file)["milliseconds"] > 0
-    gradient = example.gradient
-
-    def inexact(which, logits, *arguments):
-        got = gradient(which, logits, *arguments)
-        wrong = which == way and logits.dtype != torch.float64
-        return got + 0.02 * got.abs().max() if wrong else got
-
-    monkeypatch.setattr(example, "gradient", inexact)
-    with pytest.raises(SystemExit, match=f"{way} torch.bfloat16: gradient is off by"):
-        example.measure(way, "bfloat16", file)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(bench, "runnable", lambda *_: ["cpu"])
+    if wrong:
+        failed = [validate.Check("cpu", "in place", "float32", "gradient", 2.0, 1.0)]
+        monkeypatch.setattr(bench, "checked", lambda task: failed * (task.case == "in place"))
+    with pytest.raises(SystemExit, match="bapo_kernels cpu, in place") if wrong else nullcontext():
+        example.main(tmp_path, tokens=8)
+    told = capsys.readouterr().out
+    assert told.count("PyTorch, README's Before") == 2
+    assert told.count("not timed, gradient off by 2.0e+00, budget 1.0e+00") == 2 * wrong
+    assert (tmp_path / "before_after.png").stat().st_size > 10_000
 
 
 def test_the_picture_of_the_tokens(monkeypatch, tmp_path):
