@@ -57,7 +57,9 @@ def test_every_method_has_a_line(tmp_path, dtype, options, methods, unit):
     assert ("frozen" in title) == ("--frozen" in options)
     assert head == ["ms", "multiple", unit, "tokens/s", "peak", "MiB"]
     assert [*cells] == methods
-    assert all(len(of_method.split()) == 5 for of_method in cells.values())
+    yardstick, *others = (len(of_method.split()) for of_method in cells.values())
+    assert yardstick == 4  # it needs no memory
+    assert {*others} == {5}
     assert reasons == {}
     assert done.stderr == ""  # no terminal
     assert [*tmp_path.iterdir()] == []
@@ -146,7 +148,7 @@ def test_the_report(tmp_path):
     rows = {row["name"]: row for row in report["rows"]}
     assert [*rows] == ["two matrix products", *HIDDEN]
     for row in rows.values():
-        assert row["seconds"] >= row["fastest"] > 0
+        assert row["seconds"] > 0
         assert row["peak_bytes"] >= 0
         assert (row["why_not"], row["failed"]) == ("", [])
     assert rows[BEFORE]["peak_bytes"] >= 4 * 12 * 257

@@ -10,9 +10,8 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
 from logging import ERROR
 from math import nan
 from pathlib import Path
@@ -49,12 +48,17 @@ class Sizes:
     frozen: bool = False
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of logits, hidden states and head."""
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    @property
     def work(self) -> tuple[float, str]:
         """What no method can do without: logits and gradient once, or the matrix products."""
         if self.hidden:
             products = 2 if self.frozen else 3
             return 2e-12 * products * self.tokens * self.vocab * self.hidden, "TFLOP/s"
-        return 2e-9 * self.tokens * self.vocab * getattr(torch, self.dtype).itemsize, "GB/s"
+        return 2e-9 * self.tokens * self.vocab * self.torch_dtype.itemsize, "GB/s"
 
 
 @dataclass
@@ -62,11 +66,10 @@ class Row:
     """A method: the median of its times, or why there is none, and the checks that failed."""
 
     name: str
+    failed: list[Check]
+    why_not: str
     seconds: float | None = None
-    fastest: float | None = None
     peak_bytes: int | None = None
-    why_not: str = ""
-    failed: list[Check] = field(default_factory=list)
 
 
 def run(
@@ -77,21 +80,20 @@ def run(
     ``tell`` receives what is being done. Backends and errors are those of ``validate.runnable``.
     """
     backends, clock = runnable(sizes.device, backends), clock_of(sizes.device)
-    dtype, head = getattr(torch, sizes.dtype), (bool(sizes.hidden), sizes.frozen)
-    failed: dict[str, list[Check]] = {}
-    asked = (tasks_at(name, sizes.device, dtype, sizes.vocab, *head) for name in backends)
-    for task in chain.from_iterable(asked):
-        tell(f"{(name := _name(task.backend, task.case))}: check")
-        failed[name] = [check for check in checked(task) if not check.passed]
+    failed, head = dict[str, list[Check]](), (bool(sizes.hidden), sizes.frozen)
+    for name in backends:
+        for task in tasks_at(name, sizes.device, sizes.torch_dtype, sizes.vocab, *head):
+            tell(f"{(method := _name(name, task.case))}: check")
+            failed[method] = [check for check in checked(task) if not check.passed]
     tell("rows of a language model")
     rows, ready = dict[str, Row](), dict[str, Timed]()
     _logging.set_logs(dynamo=ERROR, inductor=ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of compilers
         for name, timed in _methods(sizes, backends, *_batch(sizes)):
-            row = rows[name] = Row(name, failed=failed.get(name, []))
-            row.why_not = "; ".join(map(_told, row.failed))
-            if row.failed:
+            wrong = failed.get(name, [])
+            row = rows[name] = Row(name, wrong, "; ".join(check.words for check in wrong))
+            if wrong:
                 continue
             try:
                 if name.endswith("compiled"):
@@ -106,7 +108,7 @@ def run(
                 row.why_not = _in_words(error)
         times, failures = in_turns(ready, clock, tell)
     for name, samples in times.items():
-        rows[name].seconds, rows[name].fastest = median(samples), min(samples)
+        rows[name].seconds = median(samples)
     for name, failure in failures.items():
         rows[name].why_not = _in_words(failure)
     return [*rows.values()]
@@ -116,18 +118,13 @@ def _name(backend: str, case: str) -> str:
     return f"{OURS} {backend}" + (f", {case}" if case != "loss" else "")
 
 
-def _told(check: Check) -> str:
-    numbers = f"{check.quantity} off by {check.error:.1e}, budget {check.budget:.1e}"
-    return check.note.partition("\n")[0][:200] or numbers
-
-
 def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _batch(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
     """Logits, or hidden states and head; labels, old log-probs, advantages and mask."""
-    N, V, H, dtype = sizes.tokens, sizes.vocab, sizes.hidden, getattr(torch, sizes.dtype)
+    N, V, H, dtype = sizes.tokens, sizes.vocab, sizes.hidden, sizes.torch_dtype
     shape, g = (min(N, DISTINCT, H or N),), torch.Generator().manual_seed(0)
     *made, labels = real_head(shape, V, H, dtype=dtype) if H else real_rows(shape, V)
     leaves = [values.to(sizes.device, dtype) for values in made]
@@ -206,37 +203,35 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def title(sizes: Sizes) -> str:
     """What is measured, and where."""
-    source = "hidden states" if sizes.hidden else "logits"
     H = f", H = {sizes.hidden:,}" if sizes.hidden else ""
     H += ", frozen head" if sizes.frozen else ""
-    place = torch.cuda.get_device_name() if sizes.device == "cuda" else _processor()
-    task = f"{source}, N = {sizes.tokens:,}, V = {sizes.vocab:,}{H}, {sizes.dtype}"
-    return f"Loss and gradients from {task}; {place}, torch {torch.__version__}"
-
-
-def _processor() -> str:
-    file, name = Path("/proc/cpuinfo"), platform.machine()
-    if file.exists() and (found := re.search(r"model name\s*: (.*)", file.read_text())):
-        name = found[1]
-    features, n = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    return f"{name}, {features}, {n} thread{'s' if n > 1 else ''}"
+    task = f"N = {sizes.tokens:,}, V = {sizes.vocab:,}{H}, {sizes.dtype}"
+    if sizes.device == "cuda":
+        place = torch.cuda.get_device_name()
+    else:
+        file, n = Path("/proc/cpuinfo"), torch.get_num_threads()
+        found = re.search(r"model name\s*: (.*)", file.read_text()) if file.exists() else None
+        name = found[1] if found else platform.machine()
+        place = f"{name}, {torch.backends.cpu.get_cpu_capability()}, threads: {n}"
+    source = "hidden states" if sizes.hidden else "logits"
+    return f"Loss and gradients from {source}, {task}; {place}, torch {torch.__version__}"
 
 
 def table(sizes: Sizes, rows: Sequence[Row]) -> str:
     """Aligned text; below it why the others were not timed."""
     work, unit = sizes.work
-    lines = [["", "ms", "multiple", unit, "tokens/s", "peak MiB"]]
+    lines: list[tuple[str, ...]] = [("", "ms", "multiple", unit, "tokens/s", "peak MiB")]
     for row in rows:
-        if row.seconds is not None:
-            multiple = row.seconds / (rows[0].seconds or nan)
-            rates = work / row.seconds, sizes.tokens / row.seconds
-            cells = [_digits(x) for x in (1e3 * row.seconds, multiple, *rates)]
-            lines.append([row.name, *cells, _digits((row.peak_bytes or 0) / 2**20)])
+        if s := row.seconds:
+            numbers = 1e3 * s, s / (rows[0].seconds or nan), work / s, sizes.tokens / s
+            memory = _digits(row.peak_bytes / 2**20) if row.peak_bytes else ""
+            lines.append((row.name, *map(_digits, numbers), memory))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        line[:] = [line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]
-    reasons = [f"{row.name}: not timed, {row.why_not}" for row in rows if row.why_not]
-    return "\n".join([*map("  ".join, lines), *reasons])
+    shown = [
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+        for line in lines
+    ]
+    return "\n".join(shown + [f"{r.name}: not timed, {r.why_not}" for r in rows if r.why_not])
 
 
 def _digits(value: float) -> str:
@@ -250,13 +245,14 @@ def draw(sizes: Sizes, rows: Sequence[Row], path: Path) -> None:
     timed = [row for row in rows if row.seconds is not None][::-1]
     figure = Figure((11, 1.5 + 0.4 * len(timed)), layout="constrained")
     figure.suptitle(title(sizes), fontsize=9)
-    milliseconds = [1e3 * (row.seconds or nan) for row in timed]
-    memory = [(row.peak_bytes or 0) / 2**20 for row in timed]
-    left, right = figure.subplots(1, 2, sharey=True)
-    left.set_xscale("log")
-    both = (left, "milliseconds (log scale)", milliseconds), (right, "peak memory, MiB", memory)
+    panels = {
+        "milliseconds (log scale)": [1e3 * (row.seconds or nan) for row in timed],
+        "peak memory, MiB": [(row.peak_bytes or 0) / 2**20 for row in timed],
+    }
     colors = ["C0" if row.name.startswith(OURS) else "0.7" for row in timed]
-    for axis, words, values in both:
+    axes = figure.subplots(1, 2, sharey=True)
+    axes[0].set_xscale("log")
+    for axis, (words, values) in zip(axes, panels.items(), strict=True):
         bars = axis.barh([row.name for row in timed], values, color=colors)
         axis.bar_label(bars, [*map(_digits, values)], padding=3)
         axis.set_title(words, fontsize=10)

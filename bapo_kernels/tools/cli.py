@@ -108,7 +108,7 @@ def validate(
         if check.quantity == "process":
             report["lost"].append(f"{_name(check)}: {check.note}")
         if not check.passed:
-            print(_told(check), flush=True)
+            print(f"{_name(check)}: {check.words}", flush=True)
 
     try:
         checks = run(on := _device(device), backend, selected, tell, limit)
@@ -118,7 +118,8 @@ def validate(
         keep()
     failed = [check for check in checks if not check.passed]
     if shares := {c.error / c.budget: c for c in checks if c.passed and c.budget}:
-        print("closest to its budget:", _told(shares[max(shares)]))
+        closest = shares[max(shares)]
+        print(f"closest to its budget: {_name(closest)}: {closest.words}")
     backends = ", ".join(dict.fromkeys(check.backend for check in failed))
     print(f"{len(checks)} checks, {len(failed)} failed", *([f"on {backends}"] if failed else ()))
     if left := report["plan"]["not checked"]:
@@ -171,11 +172,6 @@ def bench(
 
 def _name(case: Task | Check) -> str:
     return f"{case.backend}, {case.case}, {str(case.dtype).removeprefix('torch.')}"
-
-
-def _told(check: Check) -> str:
-    numbers = f"{check.quantity} off by {check.error:.1e}, budget {check.budget:.1e}"
-    return f"{_name(check)}: {check.note or numbers}"
 
 
 def _device(name: Device | None) -> str:

@@ -60,6 +60,12 @@ class Check:
         """Whether the error is within the budget, which NaN never is."""
         return self.error <= self.budget
 
+    @property
+    def words(self) -> str:
+        """What was found, in a line."""
+        numbers = f"{self.quantity} off by {self.error:.1e}, budget {self.budget:.1e}"
+        return self.note.partition("\n")[0][:200] or numbers
+
 
 class Task(NamedTuple):
     """A case of a backend that has not run yet."""
