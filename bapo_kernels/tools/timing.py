@@ -33,8 +33,8 @@ class Timed:
 class CPUClock:
     """Wall time; memory as counted by torch's allocator."""
 
-    TURNS = 12
-    SECONDS = 0.1  # of a turn
+    TURNS = 60
+    SECONDS = 0.04  # of a turn: a slow moment of the machine meets every method
 
     def samples(self, timed: Timed) -> list[float]:
         """Seconds of each of a few consecutive calls."""
