@@ -138,18 +138,12 @@ def _group_of(case: Case, request: pytest.FixtureRequest, timed: bool) -> Group:
         # The yardstick is timed even if it was not selected.
         methods = list(dict.fromkeys([stash[YARDSTICKS][case], *methods]))
         methods = [m for m in methods if m.why_not(device) is None]
-        terminal = request.config.get_terminal_writer()
-        tell = (lambda words: _rewrite(terminal, words)) if terminal.hasmarkup else lambda _: None
         # The capability of PyTorch may be limited by ATEN_CPU_CAPABILITY, and ours then is, too.
         limited = torch.backends.cpu.get_cpu_capability() == "AVX2"
         with instruction_set("avx2") if limited else nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            stash[GROUP] = case, Group(case, methods, device, timed, tell)
+            stash[GROUP] = case, Group(case, methods, device, timed)
     return stash[GROUP][1]
-
-
-def _rewrite(terminal: Any, words: str) -> None:
-    terminal.write(f"\r{words:<78.78}", flush=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from statistics import median
@@ -26,21 +26,13 @@ class Group:
         failures: why the others cannot be timed.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        methods: Sequence[Method],
-        device: str,
-        timed: bool,
-        tell: Callable[[str], None] = lambda words: None,
-    ) -> None:
+    def __init__(self, case: Case, methods: Sequence[Method], device: str, timed: bool) -> None:
         self.batch, self.clock = Batch(case, device), clock_of(device)
         self.shares, few = self.batch.shares(), FewRows(case, device)
         self.facts: dict[str, dict[str, Any]] = {}
         self.failures: dict[str, Exception] = {}
         calls = {}
         for method in methods:
-            tell(f"{method.name}: first calls")
             facts = {"method": method.name, "version": method.version, **asdict(case)}
             self.facts[method.name] = facts
             try:
@@ -48,7 +40,7 @@ class Group:
             except Exception as error:  # a package may fail in any way; the others go on
                 self.failures[method.name] = error
             self.batch.release()
-        self.samples, failed = in_turns(calls, self.clock, tell) if timed else ({}, {})
+        self.samples, failed = in_turns(calls, self.clock) if timed else ({}, {})
         self.failures |= failed
         self._add_rates(methods)
         for method in methods:

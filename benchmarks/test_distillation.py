@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from .cases import DISTILLATION, Case
-from .methods import liger, ours, pytorch, trl, verl
+from .methods import liger, pytorch, trl, verl
 from .methods.method import Method
+from .methods.ours import from_log_probs, ours
 from .methods.yardsticks import COPY, ONE_LABEL, THREE, TWO
 
 
@@ -27,11 +28,11 @@ def _of(
 ) -> Iterator[tuple[Case, list[Method]]]:
     """From hidden states, in the last of the dtypes."""
     of = partial(Case.of, model=model, N=N, sweep=DISTILLATION)
-    some = [*ours.log_probs_alone(device), pytorch.OF_TOP_K, verl.TOP_K]
+    some = [*from_log_probs(device), pytorch.OF_TOP_K, verl.TOP_K]
     for dtype in dtypes:
         yield of("logits", "vjp", dtype=dtype, K=64), [COPY, ONE_LABEL, *some]
     of = partial(of, "hidden", dtype=dtypes[-1])
-    yield of("loss + forward_kl_topk", K=64), [THREE, *ours.apart(device), *some]
+    yield of("loss + forward_kl_topk", K=64), [THREE, *ours(device, "two passes"), *some]
     for frozen, yardstick in ((False, THREE), (True, TWO)):
         for K in most:
             yield of("forward_kl_topk", frozen=frozen, K=K), [yardstick, *some, trl.TOP_K]

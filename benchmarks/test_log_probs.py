@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .cases import TARGETS, Case
-from .methods import ours
 from .methods.method import Method
+from .methods.ours import from_log_probs
 from .methods.yardsticks import COPY, THREE
 from .test_hidden import BASELINES as OF_HIDDEN
 from .test_logits import BASELINES as OF_LOGITS
@@ -14,7 +14,7 @@ from .test_logits import BASELINES as OF_LOGITS
 
 def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
     model, tokens = ("Qwen3-0.6B", (256, 128)) if device == "cpu" else ("Qwen3-8B", (8_192, 8_192))
-    mine = ours.log_probs_alone(device)
+    mine = from_log_probs(device)
     logits, hidden = (
         Case.of(level, "log_probs", model, N)
         for level, N in zip(("logits", "hidden"), tokens, strict=True)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from .cases import POLICIES, REAL, TARGETS, Case
-from .methods import cross_entropies, liger, ours, pytorch, trl, verl
+from .methods import cross_entropies, liger, pytorch, trl, verl
 from .methods.method import Method
+from .methods.ours import ours, row_passes
 from .methods.yardsticks import COPY
 
 CPU = "Qwen3-0.6B", "Llama-3.2-1B", "Gemma-3-1B", "DeepSeek-V3", "gpt-oss-20b"
@@ -25,7 +26,7 @@ BASELINES = [
 
 def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
     models, N, sweep = (CPU, 256, (64, 512)) if device == "cpu" else (GPU, 8_192, (1_024, 24_576))
-    mine = [COPY, *ours.losses(device), *ours.in_place(device)]
+    mine = [COPY, *ours(device, "", "in place")]
     everyone = [*mine, *BASELINES]
     for model in models:
         yield Case.of("logits", "loss", model, N), everyone
@@ -36,15 +37,13 @@ def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
     for policy in POLICIES:
         others = [liger.GRPO["logits"], *BASELINES] if policy == "clip" else []
         yield Case.of("logits", policy, models[0], N), [*mine, *others]
-    live = [COPY, *ours.losses(device, live=True)]
-    yield loss(layout="zero advantage"), [*live, *mine, *BASELINES]
+    yield loss(layout="zero advantage"), [*mine, *ours(device, "live"), *BASELINES]
     for n in sweep:
         yield Case.of("logits", "loss", models[0], n, sweep="N"), everyone
     for V in (8_192, 32_768, 65_536, 262_144):
         yield replace(loss(), model="any", V=V, sweep="V"), everyone
-    for layout in ("dense", "mixed"):
-        methods = live if layout == "mixed" else [*mine, *ours.row_passes(device)]
-        yield loss(layout=layout, data="on-policy", sweep=TARGETS), methods
+    for layout, others in {"dense": row_passes(device), "mixed": ours(device, "live")}.items():
+        yield loss(layout=layout, data="on-policy", sweep=TARGETS), [*mine, *others]
 
 
 def test_logits(measure):

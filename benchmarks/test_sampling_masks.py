@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterator
 
 from .cases import SAMPLING_MASK, WHOLE_VOCABULARY, Case
-from .methods import ours, pytorch_sets
+from .methods import pytorch_sets
 from .methods.method import Method
+from .methods.ours import ours
 from .methods.yardsticks import COPY, THREE, TWO, ZEROS
 from .sets import LONG, ZIPF
 
@@ -17,7 +18,7 @@ def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
     heads = ("logits", False), ("hidden", False), ("hidden", True)
     for dtype, (level, frozen) in itertools.product(("bfloat16", "float32"), heads):
         options = {"dtype": dtype, "frozen": frozen}
-        mine = [*ours.losses(device), *(ours.in_place(device) if level == "logits" else [])]
+        mine = ours(device, "", *(["in place"] if level == "logits" else []))
         sampled = [pytorch_sets.SAMPLED] if (level, dtype) == ("hidden", "float32") else []
         zeros = [ZEROS] if level == "logits" else []
         masked = Case.of(level, "loss", model, N, sweep=SAMPLING_MASK, **options)
@@ -27,7 +28,7 @@ def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
     for layout in (*LONG, ZIPF) if device == "cuda" else ():
         options = {"sweep": SAMPLING_MASK, "layout": layout}
         case = Case.of("hidden", "loss", model, N, **options)
-        yield case, [COPY, *ours.losses(device), *pytorch_sets.SETS]
+        yield case, [COPY, *ours(device, ""), *pytorch_sets.SETS]
 
 
 def test_sampling_masks(measure):

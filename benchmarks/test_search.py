@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .cases import SEARCHES, Case
-from .methods import ours, pytorch
+from .methods import pytorch
 from .methods.method import Method
+from .methods.ours import search
 
-OURS = Method("bapo_kernels", ours.search)
+OURS = Method("bapo_kernels", search)
 
 
 def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:

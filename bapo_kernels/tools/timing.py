@@ -18,7 +18,7 @@ from ..core.memory import empty_cache
 
 Call = Callable[[], Any]
 LONG = 10.0  # seconds of a call that has two turns
-ENOUGH = 5.0  # seconds of a call's samples after which three turns suffice
+ENOUGH = 3.0  # seconds of a call's samples after which three turns suffice
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CPUClock:
     """Wall time; memory as counted by torch's allocator."""
 
     TURNS = 60
-    SECONDS = 0.04  # of a turn: a slow moment of the machine meets every method
+    SECONDS = 0.02  # of a turn: a slow moment of the machine meets every method
 
     def samples(self, timed: Timed) -> list[float]:
         """Seconds of each of a few consecutive calls."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -61,57 +61,51 @@ def search(batch: Batch) -> Step:
     return torch.stack(find_clip_bounds(*batch.tokens, config=batch.case.config)), ()
 
 
-def _of_backends(device: str, form: str, function: Any, **options: Any) -> Iterator[Method]:
-    role = options.pop("role", "train")
-    for name in BACKENDS[device]:
-        options |= {"backend": name, role: partial(function, backend=name)}
-        yield Method(f"bapo_kernels {name}{form}", devices=(device,), **options)
+# By what the name of a method ends with.
+LOSSES: dict[str, Callable[..., Step]] = {
+    "": train,
+    "live": partial(train, statistics="live"),
+    "in place": train_inplace,
+    "one chunk": partial(train, chunk_tokens=2**31),
+    "chunk_tokens = N/4": train_in_chunks,
+    "live, chunk_tokens = N/4": partial(train_in_chunks, live=True),
+    "float32 logits": partial(train, logits_dtype=torch.float32),
+    "two passes": two_passes,
+}
 
 
-def losses(device: str, live: bool = False) -> list[Method]:
-    """Loss and gradients by every backend; also with the rows of zero advantage left out."""
-    found = [*_of_backends(device, "", train)]
-    if live:
-        found += _of_backends(device, ", live", partial(train, statistics="live"), live=True)
-    return found
+def ours(device: str, *forms: str) -> list[Method]:
+    """Loss and gradients by every backend, in each of the forms."""
+    return [
+        Method(
+            f"bapo_kernels {backend}" + (f", {form}" if form else ""),
+            partial(LOSSES[form], backend=backend),
+            devices=(device,),
+            overwrites=form == "in place",
+            live=form.startswith("live"),
+            backend=backend,
+        )
+        for form in forms
+        for backend in BACKENDS[device]
+    ]
 
 
-def in_place(device: str) -> list[Method]:
-    """Over the logits."""
-    return [*_of_backends(device, ", in place", train_inplace, overwrites=True)]
-
-
-def one_chunk(device: str) -> list[Method]:
-    """From hidden states, all logits at once."""
-    return [*_of_backends(device, ", one chunk", partial(train, chunk_tokens=2**31))]
-
-
-def forms_of_the_head(device: str, dtype: str, live: bool) -> list[Method]:
-    """In chunks, with wider logits, and with the loss after the log-probs."""
-    found = [*_of_backends(device, ", chunk_tokens = N/4", train_in_chunks)]
-    if live:
-        in_chunks = partial(train_in_chunks, live=True)
-        found += _of_backends(device, ", live, chunk_tokens = N/4", in_chunks, live=True)
-    if dtype == "bfloat16":
-        wide = partial(train, logits_dtype=torch.float32)
-        found += _of_backends(device, ", float32 logits", wide)
-    found += _of_backends(device, ", log-probs, then loss", probs, role="log_probs")
-    return found
-
-
-def log_probs_alone(device: str) -> list[Method]:
+def from_log_probs(device: str, form: str = "") -> list[Method]:
     """Log-probs of the columns, from which the task is computed."""
-    return [*_of_backends(device, "", probs, role="log_probs")]
-
-
-def apart(device: str) -> list[Method]:
-    """A distillation in a pass of its own."""
-    return [*_of_backends(device, ", two passes", two_passes)]
+    return [
+        Method(
+            f"bapo_kernels {backend}{form}",
+            log_probs=partial(probs, backend=backend),
+            devices=(device,),
+            backend=backend,
+        )
+        for backend in BACKENDS[device]
+    ]
 
 
 def row_passes(device: str) -> list[Method]:
     """The first pass alone of each backend."""
     return [
-        Method(f"{ours.name}, row pass alone", yardstick=partial(row_pass, method=ours))
-        for ours in losses(device)
+        Method(f"{mine.name}, row pass alone", yardstick=partial(row_pass, method=mine))
+        for mine in ours(device, "")
     ]
