@@ -7,6 +7,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from unittest import mock
 
 import pytest
 import torch
@@ -19,14 +21,6 @@ from bapo_kernels.core.arguments import prepare
 from bapo_kernels.core.head import sets
 from bapo_kernels.tools import timing
 from bapo_kernels.tools.budget import in_some_orders
-from benchmarks import (
-    test_distillation,
-    test_hidden,
-    test_log_probs,
-    test_logits,
-    test_sampling_masks,
-    test_search,
-)
 from benchmarks.cases import SAMPLING_MASK, TARGETS, Batch, Case
 from benchmarks.checks import WrongAnswerError, log_probs
 from benchmarks.floor import floor
@@ -35,8 +29,8 @@ from benchmarks.methods.method import Method
 from benchmarks.methods.yardsticks import COPY
 from benchmarks.targets import targets
 
-FILES = test_distillation, test_hidden, test_log_probs, test_logits, test_sampling_masks
-FILES += (test_search,)
+LEVELS = "distillation", "hidden", "log_probs", "logits", "sampling_masks", "search"
+FILES = [import_module(f"benchmarks.test_{level}") for level in LEVELS]
 SMALL = dict(N=24, V=1_003, H=128, dtype="float32")
 
 
@@ -81,7 +75,7 @@ def broken(batch):
     raise RuntimeError("out of order")
 
 
-OURS = {"backend": "reference"}
+CPU, OURS = "bapo_kernels cpu", {"backend": "reference"}
 MADE_UP = {
     "right": {"log_probs": log_probs} | OURS,
     "wrong gradient": {"train": partial(part, of_gradient=1.01)} | OURS,
@@ -114,54 +108,39 @@ def test_only_correct_methods_are_timed(monkeypatch):
     assert mine["yardstick"] == "copy"
 
 
-class FakeClock:
-    """Each call takes as long as it says, and turns are told."""
-
-    TURNS = 6
-
-    def __init__(self):
-        self.told = []
-
-    def samples(self, timed):
-        self.told.append(timed.call)
-        return [timed.call()]
-
-
 def test_methods_take_turns():
-    clock = FakeClock()
+    told, clock = [], mock.Mock(TURNS=6)
+    clock.samples = lambda timed: told.append(timed) or [timed.call()]
     seconds = {"fast": 1e-3, "slow": timing.ENOUGH / 2, "very slow": timing.LONG + 1}
     calls = {name: timing.Timed(partial(float, s)) for name, s in seconds.items()}
     calls["broken"] = timing.Timed(partial(broken, None))
     samples, failures = timing.in_turns(calls, clock)
     assert {name: len(of) for name, of in samples.items()} == {"fast": 6, "slow": 3, "very slow": 2}
     assert failures.keys() == {"broken"}
-    assert clock.told[:7] == [*(timed.call for timed in calls.values()), *clock.told[:3]]
+    assert told[:7] == [*calls.values(), *told[:3]]
 
 
 @pytest.mark.slow
 @needs_native
 def test_the_suite_and_its_file(tmp_path):
     """As a user runs it; the file has no samples and no name of the machine."""
-    file, command = tmp_path / "a.json", [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist"]
-    sizes = ["--tokens=16", "--vocab=500", "--hidden=16"]
+    file = tmp_path / "a.json"
+    command = f"{sys.executable} -m pytest -q -p no:xdist --tokens=16 --vocab=500 --hidden=16 -k"
     alone = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, env=alone)
-    once = run([*command, "benchmarks", *sizes, "--benchmark-disable", "-k", "bapo and bfloat16"])
-    assert once.returncode == 0, once.stdout
-    timed = [*command, "benchmarks/test_logits.py", *sizes, f"--benchmark-json={file}"]
-    done = run([*timed, "-k", "in-place and float32 and not real"])
-    assert done.returncode == 0, done.stdout
+    once = ["bapo and bfloat16", "--benchmark-disable", "benchmarks"]
+    timed = ["in-place and float32 and not real", f"--benchmark-json={file}"]
+    for arguments in (once, [*timed, "benchmarks/test_logits.py"]):
+        done = run([*command.split(), *arguments])
+        assert done.returncode == 0, done.stdout
     assert "x copy" in done.stdout
     made = json.loads(file.read_text())
     (benchmark,) = made["benchmarks"]
-    facts, stats = benchmark["extra_info"], benchmark["stats"]
-    assert stats["median"] > 0
-    assert "data" not in stats
-    assert facts["method"] == "bapo_kernels cpu, in place"
-    assert {"N": 16, "V": 500, "H": 16, "dtype": "float32", "yardstick": "copy"}.items() <= {
-        **facts
-    }.items()
-    assert {"multiple", "GB_per_s", "peak_bytes", "gradient_error", "shares"} <= facts.keys()
+    facts = benchmark["extra_info"]
+    assert benchmark["stats"]["median"] > 0
+    assert "data" not in benchmark["stats"]
+    assert (facts["method"], facts["V"], facts["dtype"]) == (f"{CPU}, in place", 500, "float32")
+    assert {"GB_per_s", "peak_bytes", "gradient_error", "shares", "yardstick"} <= facts.keys()
     assert facts["targets"]["x copy"]["ratio"] == facts["multiple"]
     assert {"processor", "threads", "torch"} <= made["machine_info"].keys()
     assert "node" not in made["machine_info"]
