@@ -303,6 +303,12 @@ class Batch:
         return shares
 
 
+def half(level: str, device: str) -> str:
+    """bfloat16; float32 where a large product in bfloat16 takes a minute, without AVX-512."""
+    slow = device == "cpu" and "AVX512" not in torch.backends.cpu.get_cpu_capability()
+    return "float32" if slow and level == "hidden" else "bfloat16"
+
+
 def _real(case: Case, shape: tuple[int, ...], device: str) -> tuple[tuple[Tensor, ...], Tensor]:
     """Inputs and labels; after 128 rows, or H, they are repeated."""
     hidden = case.level == "hidden"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .cases import TARGETS, Case
+from .cases import TARGETS, Case, half
 from .methods.method import Method
 from .methods.ours import from_log_probs
 from .methods.yardsticks import COPY, THREE
@@ -16,7 +16,7 @@ def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
     model, tokens = ("Qwen3-0.6B", (256, 128)) if device == "cpu" else ("Qwen3-8B", (8_192, 8_192))
     mine = from_log_probs(device)
     logits, hidden = (
-        Case.of(level, "log_probs", model, N)
+        Case.of(level, "log_probs", model, N, dtype=half(level, device))
         for level, N in zip(("logits", "hidden"), tokens, strict=True)
     )
     yield logits, [COPY, *mine, *OF_LOGITS]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from .cases import POLICIES, REAL, TARGETS, Case
+from .cases import POLICIES, REAL, TARGETS, Case, half
 from .methods import cross_entropies, liger, pytorch, trl, verl
 from .methods.method import Method
 from .methods.ours import ours, row_passes
@@ -24,26 +24,37 @@ BASELINES = [
 ]
 
 
-def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
-    models, N, sweep = (CPU, 256, (64, 512)) if device == "cpu" else (GPU, 8_192, (1_024, 24_576))
-    mine = [COPY, *ours(device, "", "in place")]
-    everyone = [*mine, *BASELINES]
+def losses_from(
+    level: str, device: str, N: int, mine: list[Method], baselines: list[Method]
+) -> Iterator[tuple[Case, list[Method]]]:
+    """Of all models; then of the first in other dtypes, rows, policies, layouts and sizes."""
+    models, sweep = (CPU, (64, 512)) if device == "cpu" else (GPU, (1_024, 24_576))
+    everyone, usual = [*mine, *baselines], half(level, device)
+    of = partial(Case.of, level, dtype=usual)
     for model in models:
-        yield Case.of("logits", "loss", model, N), everyone
-    loss = partial(Case.of, "logits", "loss", models[0], N)
+        yield of("loss", model, N), everyone
+    loss = partial(of, "loss", models[0], N)
     yield loss(dtype="float32"), everyone
-    for dtype in ("bfloat16", "float32"):
+    for dtype in (usual, "float32"):
         yield loss(dtype=dtype, profile=REAL), everyone
     for policy in POLICIES:
-        others = [liger.GRPO["logits"], *BASELINES] if policy == "clip" else []
-        yield Case.of("logits", policy, models[0], N), [*mine, *others]
-    yield loss(layout="zero advantage"), [*mine, *ours(device, "live"), *BASELINES]
+        others = [liger.GRPO[level], *baselines] if policy == "clip" else []
+        yield of(policy, models[0], N), [*mine, *others]
+    yield loss(layout="zero advantage"), [*mine, *ours(device, "live"), *baselines]
     for n in sweep:
-        yield Case.of("logits", "loss", models[0], n, sweep="N"), everyone
+        yield of("loss", models[0], n, sweep="N"), everyone
     for V in (8_192, 32_768, 65_536, 262_144):
-        yield replace(loss(), model="any", V=V, sweep="V"), everyone
-    for layout, others in {"dense": row_passes(device), "mixed": ours(device, "live")}.items():
-        yield loss(layout=layout, data="on-policy", sweep=TARGETS), [*mine, *others]
+        dtype = usual if V > 8_192 else "bfloat16"
+        yield replace(loss(dtype=dtype), model="any", V=V, sweep="V"), everyone
+
+
+def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
+    N, mine = 256 if device == "cpu" else 8_192, [COPY, *ours(device, "", "in place")]
+    yield from losses_from("logits", device, N, mine, BASELINES)
+    model = CPU[0] if device == "cpu" else GPU[0]
+    target = partial(Case.of, "logits", "loss", model, N, data="on-policy", sweep=TARGETS)
+    yield target(), [*mine, *row_passes(device)]
+    yield target(layout="mixed"), [*mine, *ours(device, "live")]
 
 
 def test_logits(measure):

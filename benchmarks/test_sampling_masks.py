@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from .cases import SAMPLING_MASK, WHOLE_VOCABULARY, Case
+from .cases import SAMPLING_MASK, WHOLE_VOCABULARY, Case, half
 from .methods import pytorch_sets
 from .methods.method import Method
 from .methods.ours import ours
@@ -17,6 +17,8 @@ def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
     model, N = ("Qwen3-0.6B", 512) if device == "cpu" else ("Qwen3-8B", 8_192)
     heads = ("logits", False), ("hidden", False), ("hidden", True)
     for dtype, (level, frozen) in itertools.product(("bfloat16", "float32"), heads):
+        if dtype not in (half(level, device), "float32"):
+            continue
         options = {"dtype": dtype, "frozen": frozen}
         mine = ours(device, "", *(["in place"] if level == "logits" else []))
         sampled = [pytorch_sets.SAMPLED] if (level, dtype) == ("hidden", "float32") else []
