@@ -32,7 +32,7 @@ from ..sampling_mask import SamplingMask
 from . import budget
 from .budget import Case, Loss, Measured, Result
 from .processes import CallError, Worker
-from .real_rows import real_head
+from .real_rows import real_rows
 
 CANDIDATES = tuple(name for name in NAMES if name != "reference")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)  # training's usual dtype first
@@ -327,13 +327,16 @@ def _linear(
 ) -> Quantities:
     """Takes several chunks and recomputes rows; logits are multiples of 1/2, always exact.
 
-    With ``real``, the size of a vocabulary, they are a few rows of a language model.
+    With ``real``, the size of a vocabulary, they are a few rows of a language model, as exact: each
+    hidden state selects a column of the head.
     """
     g, shape, V, H, labels = torch.Generator().manual_seed(0), (6, 12), 193, 16, None
     hidden = torch.randint(-1, 2, (*shape, H), generator=g, device="cpu")
     weight = torch.randint(-2, 3, (V, H), generator=g, device="cpu") / 2
     if real:
-        hidden, weight, labels = real_head(shape := (2, 4), V := real, H, dtype=dtype)
+        logits, labels = real_rows(shape := (2, 4), V := real)
+        hidden, weight = torch.eye(8, H, device="cpu").view(*shape, H), weight.new_zeros(V, H)
+        weight[:, :8] = logits.view(8, V).T
     hidden, weight = hidden.to(device, dtype), weight.to(device, dtype)
     logits = (hidden @ weight.T).cpu()
     case = budget.make_case(shape, V, device=device, logits=logits, labels=labels, staleness=0.5)
