@@ -22,6 +22,14 @@ def results(kind: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=None if rows else ["method", *Case.__dataclass_fields__])
 
 
+def shorten() -> None:
+    """Rewrites the files with a line per benchmark, where the plugin writes one per number."""
+    for path in RESULTS.glob("*.json"):
+        file = json.loads(path.read_text())
+        benchmarks = ",\n".join(map(json.dumps, file.pop("benchmarks")))
+        path.write_text(f'{json.dumps(file)[:-1]}, "benchmarks": [\n{benchmarks}\n]}}\n')
+
+
 def plain_losses(frame: pd.DataFrame, profile: str = GAUSSIAN) -> pd.DataFrame:
     """Losses with gradients on dense, slightly stale data: of the models, and over N and V."""
     plain = "task == 'loss' and layout == 'dense' and data == 'stale' and profile == @profile"

@@ -9,7 +9,7 @@ import pandas as pd
 
 from .cases import DISTILLATION, HEAD, POLICIES, REAL, SAMPLING_MASK, WHOLE_VOCABULARY
 from .plot import LEVELS
-from .reading import plain_losses, results
+from .reading import plain_losses, results, shorten
 from .records import RESULTS, load
 from .tables import by_column, filled, machine, markdown, number, sizes
 
@@ -167,5 +167,6 @@ def readme() -> dict[str, list[str]]:
 PAGES = {ROOT / "docs/internals/benchmarks.md": page, ROOT / "README.md": readme}
 
 if __name__ == "__main__":
+    shorten()
     for path, tables in PAGES.items():
         path.write_text(filled(path.read_text(), tables()))

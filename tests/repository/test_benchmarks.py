@@ -188,7 +188,7 @@ def test_targets():
     case = small("logits", layout="mixed", sweep=TARGETS)
     facts = {"multiple": 0.9, "yardstick": "copy"}
     alone = {"bapo_kernels cuda, row pass alone": {"multiple": 0.855}}
-    plain, live = Method("bapo_kernels cuda", **{"backend": "cuda"}), "bapo_kernels cuda, live"
+    plain, live = Method("bapo_kernels cuda", backend="cuda"), "bapo_kernels cuda, live"
     got = targets(case, plain, {plain.name: facts} | alone)
     assert got["x copy"] == {"ratio": 0.9, "most": 0.93, "met": True}
     assert not got["beyond the row pass"]["met"]
