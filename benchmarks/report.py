@@ -85,12 +85,13 @@ def masks(frame: pd.DataFrame) -> Iterator[str]:
     if frame.empty:
         return
     masked, ours = frame.sweep == SAMPLING_MASK, frame.method.str.startswith("bapo")
-    ids = frame.V.iloc[0] * frame[masked].shares.iloc[0]["allowed"]
+    overwritten = frame.method.str.contains("in place")
+    ids = frame.V.iloc[0] * frame[masked].shares.dropna().iloc[0]["allowed"]
     yield f"{sizes(frame)}; {ids:.1f} ids per set; {machine(frame)}"
     heads = frame.frozen.map({True: ", frozen", False: ", trained"})
     frame = frame.assign(
         column=frame["dtype"] + heads.where(frame.level == "hidden", ""),
-        peak_bytes=frame.peak_bytes - frame.gradient_bytes,
+        peak_bytes=frame.peak_bytes - frame.gradient_bytes.mask(overwritten, 0.0),
         method=frame.method.where(masked, frame.method + ", whole vocabulary"),
     )
     floors = frame[masked & ours & (frame.bytes > 0)].drop_duplicates(["level", "column"])
