@@ -88,11 +88,11 @@ study: .venv/built
 	$(BIN)/python -m study run --out $(OUT)/study.jsonl
 	$(BIN)/python -m study report --records $(OUT)/study.jsonl --out $(OUT)
 
-# Takes an hour and more on two cores; rewrites figures and pages from the new results. A processor with
-# AVX2 alone has files of its own.
+# Takes an hour and a half on two cores; rewrites figures and pages from the new results. A processor
+# with AVX2 alone has files of its own.
 KIND ?= $(shell grep -qs avx512f /proc/cpuinfo || ! grep -qs avx2 /proc/cpuinfo && echo cpu || echo avx2)
 bench: .venv/built
-	for level in logits hidden log_probs search sampling_masks distillation; do \
+	for level in logits hidden log_probs search sampling_masks distillation step; do \
 	  $(BIN)/python -m pytest benchmarks/test_$$level.py \
 	    --benchmark-json=benchmarks/results/$(KIND)_$$level.json || echo "$$level has failures"; \
 	done
@@ -201,10 +201,10 @@ clean:
 # comes first, as others take their versions from it. That of the baselines leaves out what they
 # depend on.
 lock: .venv/installed
-	for name in all baselines demo test triton_3.9 wheel; do \
+	for name in all baselines demo smollm2 test triton_3.9 wheel; do \
 	  echo torch | $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes \
 	    --excludes /dev/stdin --annotation-style line --custom-compile-command "make lock" \
-	    $$([ $$name != baselines ] || echo --no-deps) requirements/$$name.in \
+	    $$(case $$name in baselines | smollm2) echo --no-deps; esac) requirements/$$name.in \
 	    -o requirements/$$name.txt || exit 1; \
 	done
 

@@ -40,6 +40,7 @@ HEAD, TARGETS = "head", "targets"  # the sweep over the forms of the head, and S
 # The sweep over sampling masks, and the same loss over the whole vocabulary.
 SAMPLING_MASK, WHOLE_VOCABULARY = "sampling mask", "no sampling mask"
 DISTILLATION = "distillation"  # the sweep over labels per row
+STEPS = {f"steps, {S} tokens": S for S in (64, 512)}  # sequences of a model that is trained
 
 
 MODELS = {  # V and H
@@ -51,6 +52,7 @@ MODELS = {  # V and H
     "Gemma-3-12B": (262_208, 3_840),
     "DeepSeek-V3": (129_280, 7_168),
     "gpt-oss-20b": (201_088, 2_880),
+    "SmolLM2-135M": (49_152, 576),
 }
 
 
@@ -113,7 +115,7 @@ class Case:
             form = head
         elif self.sweep in (SAMPLING_MASK, WHOLE_VOCABULARY):
             form = f", {self.sweep}{', frozen' if self.frozen else ''}"
-        elif self.sweep in (TARGETS, "many tokens"):
+        elif self.sweep in (TARGETS, "many tokens", *STEPS):
             form = f", {self.sweep}"
         elif self.sweep == DISTILLATION:
             form = f", {self.sweep}{head if self.level == 'hidden' else ''}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from bapo_kernels.tools.timing import Timed, clock_of, in_turns
 
-from .cases import Batch, Case
+from .cases import STEPS, Batch, Case
 from .checks import FewRows, WrongAnswerError, check
 from .floor import floor
 from .methods.method import Method
@@ -51,9 +51,12 @@ class Group:
         batch, case = self.batch, self.batch.case
         if method.yardstick is not None:
             facts |= method.need(batch)._asdict() if method.need is not None else {}
+            facts |= check(method, few) if method.train or method.log_probs else {}
             call = method.yardstick(batch)
             call()
-            return Timed(call, graph=True)
+            if case.sweep in STEPS:
+                facts["peak_bytes"] = self.clock.peak_bytes(call)
+            return Timed(call, graph=case.sweep not in STEPS)
         facts |= check(method, few) | {"shares": self.shares}
         facts |= floor(case, self.shares, method.live)._asdict()
         own = batch.overwritable if method.overwrites else batch

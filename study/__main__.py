@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 from rich.progress import track
 
 from . import demo as demo_
+from .arms import SCENARIOS
 from .runs import complete, planned
 
 RESULTS = Path(__file__).parent / "results" / "study.jsonl"
@@ -16,29 +18,35 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
 @app.command()
-def demo(out: Path = Path("out"), seeds: int = 3, updates: int = 96) -> None:
-    """Trains four arms at a staleness of 8; three minutes on two cores."""
-    demo_.run(out, seeds, updates)
+def demo(
+    out: Path = Path("out"),
+    policy: Literal["smollm2", "toy"] = "smollm2",
+    seeds: Annotated[int | None, typer.Option(help="of the toy; 3")] = None,
+    updates: Annotated[int | None, typer.Option(help="40; of the toy 96")] = None,
+) -> None:
+    """Trains SmolLM2 without clipping and with BAPO, or the toy under four arms."""
+    demo_.run(out, policy, seeds, updates)
 
 
 @app.command()
-def run(out: Path = RESULTS, seeds: int = 5, updates: int = 160) -> None:
-    """Trains every arm in every scenario; a file that is there already is completed."""
-    runs = planned(seeds, updates)
+def run(
+    out: Path = RESULTS, seeds: int = 3, updates: int = 64, scenario: list[str] | None = None
+) -> None:
+    """Trains every arm in every scenario, or in some; a file that is there already is completed."""
+    runs = planned(scenario or [*SCENARIOS], range(seeds), updates)
     for _ in track(complete(out, runs), "runs", total=len(runs)):
         pass
 
 
 @app.command()
 def report(records: Path = RESULTS, out: Path = DOCS) -> None:
-    """Prints the rewards at the end and draws the figures from the records."""
-    from benchmarks.tables import markdown  # with packages that the environment of the demo lacks
-
-    from .compare import end_points, frame
+    """Draws the figures from the records, and writes the tables of the page."""
+    from .compare import frame
     from .figures import of_study
+    from .page import fill
 
     runs = frame(records)
-    print(markdown(end_points(runs)))
+    print(fill(runs, out / "internals" / "study.md"))
     for written in of_study(runs, out / "figures"):
         print(written)
 

@@ -25,38 +25,47 @@ ARMS = {
     "clip-higher 0.8/1.28": Arm(BAPOConfig.fixed(0.8, 1.28)),
     "fixed 0.6/1.2": Arm(BAPOConfig.fixed(0.6, 1.2)),
     "fixed 0.6/3.0": Arm(BAPOConfig.fixed(0.6, 3.0)),
-    "fixed 0.9/3.0": Arm(BAPOConfig.fixed(0.9, 3.0)),
+    "fixed 0.9/3.0": Arm(BAPOConfig.fixed(0.9, 3.0)),  # the maxima of BAPO's search
+    "fixed 0.8/2.0, dual clip 3": Arm(BAPOConfig.fixed(0.8, 2.0, clip_ratio_c=3.0)),  # the recipe's
+    "CISPO 0/5": Arm(BAPOConfig.fixed(0.0, 5.0, surrogate="cispo")),
     NO_CLIP: Arm(BAPOConfig.fixed(0.0, 1e9)),
     "BAPO": Arm(PAPER),
     "BAPO, gradient": Arm(BAPOConfig.paper(contribution="gradient")),
     "BAPO, recipe": Arm(BAPOConfig.recipe()),
 }
+OF_THE_TOY = [arm for arm in ARMS if "dual" not in arm and "CISPO" not in arm]
+OF_SMOLLM2 = [arm for arm in ARMS if "0.6" not in arm and "gradient" not in arm]
 # One call per update decides over the whole update: in ARMS the scopes call and step are the same.
 SCOPES = {
     "BAPO, scope call": Arm(PAPER, "call", 4),
     "BAPO, scope step": Arm(PAPER, "step", 4),
     "BAPO, scope lagged": Arm(PAPER, "lagged", 4),
 }
-DEMO = ("fixed 0.8/1.2", "BAPO", "fixed 0.9/3.0", NO_CLIP)
+DEMO = NO_CLIP, "BAPO"
+DEMO_OF_THE_TOY = "fixed 0.8/1.2", "BAPO", "fixed 0.9/3.0", NO_CLIP
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """How rollouts are used.
+    """What is learnt, and how rollouts are used.
 
     Attributes:
+        task: of SmolLM2; the toy walks on a board.
         staleness: updates that a rollout is split into.
         replayed: share of the groups of an update that come from earlier rollouts.
         segments: a walk is drawn in this many parts, each by the policy of another rollout.
     """
 
+    task: str = ""
     staleness: int = 1
     replayed: float = 0.0
     segments: int = 1
 
 
 SCENARIOS = {
-    **{f"staleness {S}": Scenario(S) for S in (1, 2, 4, 8, 32)},
+    **{f"largest, staleness {S}": Scenario("largest", S) for S in (1, 8, 32)},
+    "sum, staleness 32": Scenario("sum", 32),
+    "staleness 8": Scenario(staleness=8),
     "sample replay": Scenario(replayed=0.5),
     "partial rollout": Scenario(staleness=4, segments=3),
 }

@@ -12,6 +12,7 @@ from scipy import stats
 from benchmarks.records import Record, load
 
 from .arms import ARMS, SCENARIOS
+from .runs import WINDOW, rounded
 
 BASELINE = "fixed 0.8/1.2"
 CONFIDENCE = 0.95
@@ -29,9 +30,9 @@ def frame(records: list[Record] | Path) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(["scenario", "arm", "seed"], ignore_index=True)
 
 
-def compared(runs: pd.DataFrame) -> list[str]:
-    """The scenarios in which every arm was run: all but the on-policy one."""
-    return [s for s in SCENARIOS if set(ARMS) <= set(runs[runs.scenario == s].arm)]
+def compared(runs: pd.DataFrame, arms: list[str]) -> list[str]:
+    """The scenarios in which all of these arms were run."""
+    return [s for s in SCENARIOS if set(arms) <= set(runs[runs.scenario == s].arm)]
 
 
 class Difference(NamedTuple):
@@ -58,7 +59,7 @@ def paired(
     return Difference(float((both[arm] - both[against]).mean()), interval.low, interval.high)
 
 
-def end_points(runs: pd.DataFrame) -> pd.DataFrame:
+def end_points(runs: pd.DataFrame, arms: list[str]) -> pd.DataFrame:
     """Held-out rewards; in brackets the difference from the baseline, bold if it excludes zero."""
 
     def cell(scenario: str, arm: str) -> str:
@@ -69,5 +70,35 @@ def end_points(runs: pd.DataFrame) -> pd.DataFrame:
         text = f"{reward:.3f} ({d.mean:+.3f}±{d.high - d.mean:.3f})"
         return f"**{text}**" if d.separated else text
 
-    scenarios = compared(runs)
-    return pd.DataFrame({s: {arm: cell(s, arm) for arm in ARMS} for s in scenarios})
+    scenarios = compared(runs, arms)
+    return pd.DataFrame({s: {arm: cell(s, arm) for arm in arms} for s in scenarios})
+
+
+def courses(runs: pd.DataFrame, scenario: str) -> pd.DataFrame:
+    """What happened on the way to the end: means over the seeds, in brackets their range."""
+    runs = runs[runs.scenario == scenario]
+    at_maxima = [share_at_maxima(*row) for row in zip(runs.arm, runs.bounds, strict=True)]
+    runs = runs.assign(best=[max(c["held_out"]) for c in runs.curves], at_maxima=at_maxima)
+    columns = {
+        "best": "held-out reward at best",
+        "late_training_reward": f"reward of the last {LATE * WINDOW} updates",
+        "late_entropy": "entropy of these, nats",
+        "largest_grad_norm": "largest gradient norm",
+        "at_maxima": "updates at the maxima",
+    }
+
+    def cell(values: pd.Series[float]) -> str:
+        if values.isna().any():
+            return ""
+        return f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
+
+    table = runs.groupby("arm")[[*columns]].agg(cell).rename(columns=columns)
+    return table.loc[[arm for arm in ARMS if arm in table.index]].rename_axis(scenario)
+
+
+def share_at_maxima(arm: str, bounds: list[list[float]] | float) -> float:
+    """Of the updates; NaN for an arm that does not search."""
+    if not isinstance(bounds, list):
+        return float("nan")
+    maximum = [rounded(bound) for bound in ARMS[arm].config.options.maximum()]
+    return fmean(both == maximum for both in bounds)

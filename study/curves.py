@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from .arms import NO_CLIP
-from .training import TARGET
+from .metrics import TARGET
 
 STYLES = {
     "fixed 0.8/1.2": dict(color="#222222", linestyle="-"),
@@ -18,6 +18,8 @@ STYLES = {
     "fixed 0.6/1.2": dict(color="#b8860b", linestyle="-"),
     "fixed 0.6/3.0": dict(color="#e08a2e", linestyle="--"),
     "fixed 0.9/3.0": dict(color="#2e8b57", linestyle="-."),
+    "fixed 0.8/2.0, dual clip 3": dict(color="#8e44ad", linestyle="-."),
+    "CISPO 0/5": dict(color="#d35fa8", linestyle="--"),
     NO_CLIP: dict(color="#c0392b", linestyle=":"),
     "BAPO": dict(color="#0b5fc0", linestyle="-"),
     "BAPO, gradient": dict(color="#5aa9f2", linestyle="--"),
@@ -33,17 +35,22 @@ PANELS = {
     "held_out": "Held-out reward",
     "grad_norm": "Gradient norm, before it is clipped to 1",
 }
+FIRST_PANELS = "held_out", "entropy", "bapo_clip_high", "clipped_negative"  # of the README
 Curves = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]  # by arm and name, one per seed
 
 
-def training(curves: Curves, every: Mapping[str, int], note: str) -> Figure:
+def training(
+    curves: Curves, every: Mapping[str, int], note: str, panels: Collection[str] = PANELS
+) -> Figure:
     """A panel per quantity: the mean over seeds, in a band from the least to the greatest.
 
     Args:
         every: how many updates lie between two points of a curve.
     """
-    figure, axes = plt.subplots(2, 4, figsize=(17, 7.4), layout="constrained", sharex=True)
-    for ax, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
+    rows = len(panels) // 4
+    size = dict(figsize=(17, 0.4 + 3.5 * rows), squeeze=False)
+    figure, axes = plt.subplots(rows, 4, **size, layout="constrained", sharex=True)
+    for ax, name in zip(axes.flat, panels, strict=True):
         for arm, of_arm in curves.items():
             runs = np.array(of_arm[name])
             if arm == NO_CLIP and name.startswith("bapo_clip"):
@@ -62,12 +69,8 @@ def training(curves: Curves, every: Mapping[str, int], note: str) -> Figure:
             ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.yaxis.set_minor_locator(NullLocator())
             ax.yaxis.set_major_formatter("{x:g}")
-        if name == "entropy":  # without clipping it goes anywhere
-            others = [point for arm in set(curves) - {NO_CLIP} for run in curves[arm][name]
-                      for point in run]  # fmt: skip
-            ax.set_ylim(0.9 * min(others), 1.1 * max(others))
-        ax.set_title(title)
-    for ax in axes[1]:
+        ax.set_title(PANELS[name])
+    for ax in axes[-1]:
         ax.set_xlabel("update")
     handles = axes.flat[-1].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=len(curves))

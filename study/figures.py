@@ -12,18 +12,18 @@ from matplotlib.figure import Figure
 
 from benchmarks.plot import FIGURES, RC, save
 
-from .arms import ARMS, DEMO
+from .arms import NO_CLIP, OF_SMOLLM2, OF_THE_TOY
 from .compare import BASELINE, compared, paired
-from .curves import PANELS, STYLES, training
+from .curves import FIRST_PANELS, PANELS, STYLES, training
 from .runs import RULE_SCENARIO, WINDOW
 
 RULE_LIMITS = 0.1, 0.04
 
 
-def differences(runs: pd.DataFrame) -> Figure:
+def differences(runs: pd.DataFrame, of: list[str]) -> Figure:
     """The end point: paired differences from the baseline, one panel per scenario."""
-    scenarios = compared(runs)
-    arms = [arm for arm in ARMS if arm != BASELINE]
+    scenarios = compared(runs, of)
+    arms = [arm for arm in of if arm != BASELINE]
     figure, axes = plt.subplots(
         1, len(scenarios), figsize=(2.3 * len(scenarios) + 1.5, 3.6), sharex=True, sharey=True,
         layout="constrained", squeeze=False,
@@ -44,9 +44,9 @@ def differences(runs: pd.DataFrame) -> Figure:
 def rule(runs: pd.DataFrame) -> Figure:
     """Predicted against measured change of the entropy, a point per update."""
     measured = runs[runs.scenario == RULE_SCENARIO].dropna(subset="rule")
-    layout = dict(figsize=(10, 8.4), layout="constrained", sharex=True, sharey=True)
-    figure, axes = plt.subplots(3, 3, **layout)
-    for arm, ax in zip(ARMS, axes.flat, strict=True):
+    layout = dict(figsize=(12, 6), layout="constrained", sharex=True, sharey=True)
+    figure, axes = plt.subplots(2, 4, **layout)
+    for arm, ax in zip(OF_SMOLLM2, axes.flat, strict=True):
         points = np.concatenate([np.array(r) for r in measured[measured.arm == arm].rule])
         ax.plot(*points.T, ".", markersize=2.5, alpha=0.5, color=STYLES[arm]["color"])
         ax.axhline(0, color="#222222", linewidth=0.6)
@@ -64,17 +64,21 @@ def rule(runs: pd.DataFrame) -> Figure:
 
 
 def of_study(runs: pd.DataFrame, folder: Path = FIGURES) -> list[Path]:
-    """Writes the figures of docs/internals/study.md."""
-    shown = runs[runs.scenario == RULE_SCENARIO]
+    """Writes the figures of docs/internals/study.md and of the README."""
+    shown = runs[runs.scenario == "largest, staleness 32"]
     curves = {
         arm: {name: [r[name] for r in shown[shown.arm == arm].curves] for name in PANELS}
-        for arm in DEMO
+        for arm in OF_SMOLLM2
     }
+    every = dict.fromkeys(PANELS, WINDOW)
     note = f"Lines: mean over seeds of the means over {WINDOW} updates. Bands: range over seeds."
+    few = {arm: curves[arm] for arm in (NO_CLIP, BASELINE, "BAPO")}
     with mpl.rc_context(RC):
         figures = {
-            "study_training": training(curves, dict.fromkeys(PANELS, WINDOW), note),
-            "study_differences": differences(runs),
+            "smollm2": training(few, every, note, FIRST_PANELS),
+            "study_training": training(curves, every, note),
+            "study_differences": differences(runs, OF_SMOLLM2),
+            "study_of_the_toy": differences(runs, OF_THE_TOY),
             "study_rule": rule(runs),
         }
         return [save(figure, folder / f"{name}.png") for name, figure in figures.items()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -14,13 +13,14 @@ import torch
 
 from benchmarks.records import Record, append, environment, load
 
-from .arms import ARMS, DEMO, SCENARIOS, SCOPES, Scenario
-from .policy import warm_policy
-from .training import train
+from . import language_model
+from .arms import ARMS, OF_SMOLLM2, OF_THE_TOY, SCENARIOS, SCOPES
+from .toy import training
+from .toy.policy import warm_policy
 
 WORKERS = min(4, os.cpu_count() or 1)  # each has one thread
-WINDOW = 16  # updates that a point of a recorded curve is the mean of
-RULE_SCENARIO = "staleness 8"  # where every update measures the Entropy-Clip Rule
+WINDOW = 8  # updates that a point of a recorded curve is the mean of
+RULE_SCENARIO = "largest, staleness 8"  # where every update measures the Entropy-Clip Rule
 RULE = ("rule", "entropy_change")
 # What is kept of each update's decisions: the share of them of which it is true.
 DECISIONS = ("below_target", "moved", "interior", "bapo_saturated")
@@ -38,42 +38,35 @@ class Run:
 
 def arms_of(scenario: str) -> list[str]:
     """On-policy all ratios are 1 and the bounds of no arm clip anything: two arms show it."""
-    on_policy = SCENARIOS[scenario] == Scenario()
-    return [arm for arm in ARMS if not on_policy or arm in DEMO[:2]]
+    task, staleness = SCENARIOS[scenario].task, SCENARIOS[scenario].staleness
+    return [*(OF_SMOLLM2 if task else OF_THE_TOY)][: 2 if task and staleness == 1 else None]
 
 
-def planned(seeds: int, updates: int) -> list[Run]:
-    """All arms in all scenarios, then the scopes of the search, seed after seed."""
-    pairs = [(scenario, arm) for scenario in SCENARIOS for arm in arms_of(scenario)]
-    pairs += [(scenario, arm) for scenario in ("staleness 8", "sample replay") for arm in SCOPES]
-    return [Run(*pair, seed, updates) for seed in range(seeds) for pair in pairs]
+def planned(scenarios: Sequence[str], seeds: Sequence[int], updates: int) -> list[Run]:
+    """All arms in the scenarios, then the scopes of the toy's search, seed after seed."""
+    pairs = [(scenario, arm) for scenario in scenarios for arm in arms_of(scenario)]
+    toys = [scenario for scenario in scenarios if scenario in ("staleness 8", "sample replay")]
+    pairs += [(scenario, arm) for scenario in toys for arm in SCOPES]
+    return [Run(*pair, seed, updates) for seed in seeds for pair in pairs]
 
 
-def warmed_up(seed: int) -> bytes:
-    """The policy that all runs of a seed start from."""
-    torch.set_num_threads(1)
-    return pickle.dumps(warm_policy(seed))  # processes would share the memory of its tensors
-
-
-def execute(run: Run, policy: bytes, measure_rule: bool) -> list[dict[str, float]]:
+def execute(run: Run) -> list[dict[str, float]]:
     """The rows of a run, one per update, on one thread."""
     torch.set_num_threads(1)
     arm, scenario = (ARMS | SCOPES)[run.arm], SCENARIOS[run.scenario]
-    measure_rule &= run.scenario == RULE_SCENARIO and run.arm in ARMS
-    return list(train(pickle.loads(policy), arm, scenario, run.seed, run.updates, measure_rule))
+    if scenario.task:
+        policy = language_model.untrained(scenario.task)
+        measure_rule = run.scenario == RULE_SCENARIO
+        rows = language_model.train(policy, arm, scenario, run.seed, run.updates, measure_rule)
+    else:
+        rows = training.train(warm_policy(run.seed), arm, scenario, run.seed, run.updates)
+    return list(rows)
 
 
-def execute_all(
-    runs: Sequence[Run], measure_rule: bool = False
-) -> Iterator[tuple[Run, list[dict[str, float]]]]:
+def execute_all(runs: Sequence[Run]) -> Iterator[tuple[Run, list[dict[str, float]]]]:
     """Runs and their rows, in the order in which they end."""
     with ProcessPoolExecutor(WORKERS) as pool:
-        seeds = dict.fromkeys(run.seed for run in runs)
-        policies = {seed: pool.submit(warmed_up, seed) for seed in seeds}
-        pending = {
-            pool.submit(execute, run, policies[run.seed].result(), measure_rule): run
-            for run in runs
-        }
+        pending = {pool.submit(execute, run): run for run in runs}
         for future in as_completed(pending):
             yield pending[future], future.result()
 
@@ -85,7 +78,7 @@ def record(run: Run, rows: list[dict[str, float]]) -> Record:
     result: Record = {
         **asdict(run),
         "held_out": end["held_out_end"],
-        "held_out_greedy": end["held_out_greedy"],
+        **({"held_out_greedy": end["held_out_greedy"]} if "held_out_greedy" in end else {}),
         "largest_grad_norm": rounded(max(row["grad_norm"] for row in rows)),
         "curves": {name: means([r[name] for r in rows]) for name in rows[0] if name not in RULE},
     }
@@ -95,7 +88,7 @@ def record(run: Run, rows: list[dict[str, float]]) -> Record:
         sides = "bapo_clip_low", "bapo_clip_high"
         result["bounds"] = [[rounded(row[side]) for side in sides] for row in rows]
     result["curves"]["held_out"] = [row["held_out"] for row in rows if "held_out" in row]
-    if "rule" in end:
+    if RULE[0] in end:
         result["rule"] = [[rounded(row[name]) for name in RULE] for row in rows]
     return result
 
@@ -119,6 +112,6 @@ def complete(path: Path, runs: list[Run]) -> Iterator[Run]:
     known, facts = done(path), environment() | {"threads": 1}
     yield from (run for run in runs if run in known)
     missing = [run for run in runs if run not in known]
-    for run, rows in execute_all(missing, measure_rule=True):
+    for run, rows in execute_all(missing):
         append(path, [facts | record(run, rows)])
         yield run

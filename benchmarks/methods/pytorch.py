@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bapo_kernels import reference
+from bapo_kernels.tools.plain import plain_bapo_loss, plain_log_probs
 
 from ..cases import Batch
-from .method import Method, Step
+from .method import Method, Step, trained
 
 
 def cross_entropy(*inputs: Tensor) -> Tensor:
@@ -33,6 +34,13 @@ def chunked_head(batch: Batch) -> Tensor:
     hidden, weight = (leaf.flatten(0, -2) for leaf in batch.inputs)
     labels, options = batch.ignored_labels.flatten(), torch.nn.LinearCrossEntropyOptions()
     return -F.linear_cross_entropy(hidden, weight, labels, reduction="none", options=options)
+
+
+def before(batch: Batch) -> Step:
+    """The README's Before."""
+    logp = plain_log_probs(F.linear(*batch.inputs), batch.labels, 1.0)
+    mask = torch.ones_like(batch.A) if batch.mask is None else batch.mask
+    return trained(plain_bapo_loss(logp, batch.old, batch.A, mask)[0], batch)
 
 
 @cache
@@ -57,5 +65,6 @@ CROSS_ENTROPY = [
 # The CPU's cases are too few tokens for its chunks (docs/internals/measured.md).
 CHUNKED = {"module": "torch.nn.modules.linear_cross_entropy_options", "devices": ("cuda",)}
 HIDDEN = [Method("PyTorch linear_cross_entropy", log_probs=chunked_head, **CHUNKED)]
+BEFORE = Method("PyTorch, README's Before", before)  # from hidden states
 OF_TOP_K = Method("PyTorch log_softmax", log_probs=log_softmax)
 LOOP = Method("the paper's loop", _search)

@@ -123,7 +123,6 @@ def test_formats_of_teachers():
 
 SIZES = dict(tokens=12, vocabulary=60, hidden=16, k=4)
 EXAMPLES = {
-    "trl_bapo": ("trl", dict(scope="step", preset="recipe", steps=2), "scope step, preset recipe"),
     "verl_bapo": ("verl", dict(preset="recipe", staleness=0.3), "gradient norm.*bapo_clip_low"),
     "sampling_mask": ("transformers", dict(seeds=1, rollouts=2), "mean ratio.*smallest"),
     "distillation": ("typer", SIZES, r"one pass: \d.* s, two passes: \d.* s"),

