@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from examples.smollm2_model import FOLDER
-
+FOLDER = Path(__file__).parents[1] / "build" / "smollm2"
 if not FOLDER.exists():
     raise ImportError("python examples/smollm2_model.py downloads the model")
 

@@ -42,7 +42,7 @@ def reward(completion: str, answer: int) -> float:
 class Policy:
     """SmolLM2, of which the last eight layers learn, in float32 under autocast."""
 
-    def __init__(self, lr: float = 1.5e-4) -> None:
+    def __init__(self, lr: float = 2e-4) -> None:
         self.model, self.tokenizer = load()
         self.frozen, self.learning, self.decoder = in_two(self.model, learning=8)
         self.weights, self.head = [*self.learning.layers.parameters()], self.model.lm_head.weight

@@ -78,9 +78,14 @@ def courses(runs: pd.DataFrame, scenario: str) -> pd.DataFrame:
     """What happened on the way to the end: means over the seeds, in brackets their range."""
     runs = runs[runs.scenario == scenario]
     at_maxima = [share_at_maxima(*row) for row in zip(runs.arm, runs.bounds, strict=True)]
-    runs = runs.assign(best=[max(c["held_out"]) for c in runs.curves], at_maxima=at_maxima)
+    runs = runs.assign(
+        best=[max(curves["held_out"]) for curves in runs.curves],
+        worst=[min(curves["held_out"]) for curves in runs.curves],
+        at_maxima=at_maxima,
+    )
     columns = {
         "best": "held-out reward at best",
+        "worst": "at worst",
         "late_training_reward": f"reward of the last {LATE * WINDOW} updates",
         "late_entropy": "entropy of these, nats",
         "largest_grad_norm": "largest gradient norm",

@@ -14,11 +14,14 @@ from .compare import courses, end_points
 
 def tables(runs: pd.DataFrame) -> dict[str, list[str]]:
     """By their marks."""
-    real = [name for name, scenario in SCENARIOS.items() if scenario.task]
+    done = [s for s in SCENARIOS if (runs.scenario == s).any()]
+    real = [s for s in done if SCENARIOS[s].task]
+    of_real = runs.scenario.isin(real)
     return {
-        "runs": [made(runs[runs.scenario.isin(real)])],
+        "runs": [made(runs[of_real])],
         "ends": [markdown(end_points(runs, OF_SMOLLM2))],
-        "courses": [markdown(courses(runs, s)) for s in real if (runs.scenario == s).any()],
+        "courses": [markdown(courses(runs, scenario)) for scenario in real],
+        "toy_runs": [made(runs[~of_real])],
         "toy": [markdown(end_points(runs, OF_THE_TOY))],
     }
 

@@ -60,24 +60,49 @@ def gradients(function, batch, model, old_log_probs, config):
     return found | {name: model.get_parameter(name).grad.clone() for name in names}
 
 
+def groups(example):
+    """The model in float32; two prompts and their mask; three completions of each."""
+    smollm2, weights = example("smollm2"), example("smollm2_model")
+    model, tokenizer = weights.load()
+    options = dict(add_special_tokens=False, padding=True, return_tensors="pt")
+    questions = [smollm2.largest(random.Random(seed)) for seed in range(2)]
+    texts = [smollm2.CHAT.format(*question[:2]) for question in questions]
+    prompts = tokenizer([texts[0], "Well: " + texts[1]], **options)  # of different lengths
+    said = tokenizer([text + weights.END for text in SAID], padding_side="right", **options)
+    completions = said.input_ids.masked_fill(said.attention_mask == 0, -100).expand(2, -1, -1)
+    return in_dtype(model, torch.float32), prompts.input_ids, prompts.attention_mask, completions
+
+
+@torch.no_grad()
+def test_a_group_shares_its_prompt(example):
+    """The hidden states side by side are those of each completion after its own prompt."""
+    model, prompts, mask, completions = groups(example)
+    context, before = example("smollm2_model").side_by_side(mask, completions)
+    tokens = torch.cat([prompts, completions.flatten(1).clamp(min=0)], -1)
+    together = model.model(tokens, **context).last_hidden_state[:, before]
+    together = together.unflatten(1, completions.shape[1:])
+    assert mask.sum(-1).unique().numel() == 2
+    for prompt, seen, of_prompt, hidden in zip(
+        prompts, mask > 0, completions, together, strict=True
+    ):
+        for ids, found in zip(of_prompt, hidden, strict=True):
+            alone = torch.cat([prompt[seen], ids[ids >= 0]])
+            expected = model.model(alone[None]).last_hidden_state[0, seen.sum() - 1 : -1]
+            assert error(found[ids >= 0], expected) < 1e-4
+
+
 def test_two_updates(example):
     """At the second ratios are not 1, and the search ends between its bounds.
 
     A gradient's error is that of the model's float32, which the norm of a small layer may show or
     not by luck: the reference's largest, relative to the norm, is the budget of all.
     """
-    smollm2, weights = example("smollm2"), example("smollm2_model")
-    model, tokenizer = weights.load()
-    options = dict(add_special_tokens=False, padding=True, return_tensors="pt")
-    questions = [smollm2.largest(random.Random(seed)) for seed in range(2)]
-    prompts = tokenizer([smollm2.CHAT.format(*question[:2]) for question in questions], **options)
-    said = tokenizer([text + weights.END for text in SAID], padding_side="right", **options)
-    completions = said.input_ids.masked_fill(said.attention_mask == 0, -100).expand(2, -1, -1)
-    context, before = weights.side_by_side(prompts.attention_mask, completions)
+    model, prompts, mask, completions = groups(example)
+    context, before = example("smollm2_model").side_by_side(mask, completions)
     labels, A = completions.flatten(1), torch.tensor([[1.0, -1.0, 0.0], [-1.0, 2.0, -1.0]])
-    tokens = torch.cat([prompts.input_ids, labels.clamp(min=0)], -1)
+    tokens = torch.cat([prompts, labels.clamp(min=0)], -1)
     A = A.repeat_interleave(completions.shape[-1], -1)
-    model, batch = in_dtype(model, torch.float32), (tokens, context, before, labels, A)
+    batch = tokens, context, before, labels, A
     with torch.no_grad():
         hidden = model.model(tokens, **context).last_hidden_state[:, before]
         old, _ = reference.linear_log_probs(hidden, model.lm_head.weight, labels)

@@ -29,7 +29,7 @@ from benchmarks.methods.method import Method
 from benchmarks.methods.yardsticks import COPY
 from benchmarks.targets import targets
 
-LEVELS = "distillation", "hidden", "log_probs", "logits", "sampling_masks", "search"
+LEVELS = "distillation", "hidden", "log_probs", "logits", "sampling_masks", "search", "step"
 FILES = [import_module(f"benchmarks.test_{level}") for level in LEVELS]
 SMALL = dict(N=24, V=1_003, H=128, dtype="float32")
 
@@ -44,7 +44,7 @@ def all_methods():
     for case, methods in itertools.chain(*(file.cases("cpu") for file in FILES)):
         names = found.setdefault(case.resized(**SMALL), {})
         names |= {m.name: m for m in methods if "compiled" not in m.name and not m.why_not("cpu")}
-    return {case: list(methods.values()) for case, methods in found.items()}
+    return {case: list(methods.values()) for case, methods in found.items() if methods}
 
 
 ALL = all_methods()

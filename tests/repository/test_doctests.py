@@ -230,7 +230,7 @@ def test_every_block_is_found():
 @pytest.mark.parametrize("bounds", ["start", "upper", "both"])
 def test_readme_before_and_after_agree(bounds):
     """The first two blocks find the same bounds and compute one loss and gradient."""
-    (before, after), *_ = blocks(README).values()
+    (before, after, _), *_ = blocks(README).values()
     assert inspect.getsource(plain).split('"""\n', 1)[1].strip() in before
     g = torch.Generator().manual_seed(0)
     names, shape = {"temperature": 0.8}, (4, 16)
