@@ -15,7 +15,7 @@ from .arms import ARMS, SCENARIOS
 from .runs import WINDOW, rounded
 
 BASELINE = "fixed 0.8/1.2"
-CONFIDENCE = 0.95
+CONFIDENCE, SEEDS = 0.95, 3
 LATE = 3  # points of a curve, of WINDOW updates each
 
 
@@ -31,8 +31,9 @@ def frame(records: list[Record] | Path) -> pd.DataFrame:
 
 
 def compared(runs: pd.DataFrame, arms: list[str]) -> list[str]:
-    """The scenarios in which all of these arms were run."""
-    return [s for s in SCENARIOS if set(arms) <= set(runs[runs.scenario == s].arm)]
+    """The scenarios in which all of these arms were run with at least SEEDS seeds."""
+    seeds = runs.groupby(["scenario", "arm"]).seed.nunique()
+    return [s for s in SCENARIOS if all(seeds.get((s, arm), 0) >= SEEDS for arm in arms)]
 
 
 class Difference(NamedTuple):

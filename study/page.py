@@ -8,20 +8,18 @@ import pandas as pd
 
 from benchmarks.tables import filled, markdown
 
-from .arms import OF_SMOLLM2, OF_THE_TOY, SCENARIOS
-from .compare import courses, end_points
+from .arms import OF_SMOLLM2, OF_THE_TOY
+from .compare import compared, courses, end_points
 
 
 def tables(runs: pd.DataFrame) -> dict[str, list[str]]:
     """By their marks."""
-    done = [s for s in SCENARIOS if (runs.scenario == s).any()]
-    real = [s for s in done if SCENARIOS[s].task]
-    of_real = runs.scenario.isin(real)
+    real, toy = compared(runs, OF_SMOLLM2), compared(runs, OF_THE_TOY)
     return {
-        "runs": [made(runs[of_real])],
+        "runs": [made(runs[runs.scenario.isin(real)])],
         "ends": [markdown(end_points(runs, OF_SMOLLM2))],
         "courses": [markdown(courses(runs, scenario)) for scenario in real],
-        "toy_runs": [made(runs[~of_real])],
+        "toy_runs": [made(runs[runs.scenario.isin(toy)])],
         "toy": [markdown(end_points(runs, OF_THE_TOY))],
     }
 
