@@ -60,14 +60,14 @@ def gradients(function, batch, model, old_log_probs, config):
     return found | {name: model.get_parameter(name).grad.clone() for name in names}
 
 
-def groups(example):
+def groups(example, prefix=""):
     """The model in float32; two prompts and their mask; three completions of each."""
     smollm2, weights = example("smollm2"), example("smollm2_model")
     model, tokenizer = weights.load()
     options = dict(add_special_tokens=False, padding=True, return_tensors="pt")
     questions = [smollm2.largest(random.Random(seed)) for seed in range(2)]
     texts = [smollm2.CHAT.format(*question[:2]) for question in questions]
-    prompts = tokenizer([texts[0], "Well: " + texts[1]], **options)  # of different lengths
+    prompts = tokenizer([texts[0], prefix + texts[1]], **options)
     said = tokenizer([text + weights.END for text in SAID], padding_side="right", **options)
     completions = said.input_ids.masked_fill(said.attention_mask == 0, -100).expand(2, -1, -1)
     return in_dtype(model, torch.float32), prompts.input_ids, prompts.attention_mask, completions
@@ -76,7 +76,7 @@ def groups(example):
 @torch.no_grad()
 def test_a_group_shares_its_prompt(example):
     """The hidden states side by side are those of each completion after its own prompt."""
-    model, prompts, mask, completions = groups(example)
+    model, prompts, mask, completions = groups(example, "A longer prompt. ")
     context, before = example("smollm2_model").side_by_side(mask, completions)
     tokens = torch.cat([prompts, completions.flatten(1).clamp(min=0)], -1)
     together = model.model(tokens, **context).last_hidden_state[:, before]
@@ -189,7 +189,7 @@ def test_the_demo(example, monkeypatch, tmp_path):
     for name in ("training_reward", "bapo_pos_share_start", "entropy"):
         first, second = (of_arm[name].iloc[0] for _, of_arm in rows.groupby("arm"))
         assert first == second, name
-    assert rows[rows.update == 1].held_out_end.notna().all()
+    assert rows[rows["update"] == 1].held_out_end.notna().all()
     assert (tmp_path / "offpolicy_rlvr.png").stat().st_size > 10_000
 
 
