@@ -83,7 +83,7 @@ versions:
 oldest:
 	$(PYTHON) -m release.versions --losses $(firstword $(VERSIONS))
 
-# Takes an hour and more on two cores. An interrupted study goes on.
+# Takes three hours on two cores. An interrupted study goes on.
 study: .venv/built
 	$(BIN)/python -m study run --out $(OUT)/study.jsonl
 	$(BIN)/python -m study report --records $(OUT)/study.jsonl --out $(OUT)

@@ -21,7 +21,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 def demo(
     out: Path = Path("out"),
     policy: Literal["smollm2", "toy"] = "smollm2",
-    seeds: Annotated[int | None, typer.Option(help="of the toy; 3")] = None,
+    seeds: Annotated[int | None, typer.Option(help="of the toy: 3")] = None,
     updates: Annotated[int | None, typer.Option(help="40; of the toy 96")] = None,
 ) -> None:
     """Trains SmolLM2 without clipping and with BAPO, or the toy under four arms."""
@@ -30,10 +30,13 @@ def demo(
 
 @app.command()
 def run(
-    out: Path = RESULTS, seeds: int = 3, updates: int = 64, scenario: list[str] | None = None
+    out: Path = RESULTS,
+    seeds: Annotated[int | None, typer.Option(help="3; of the toy 5")] = None,
+    updates: Annotated[int | None, typer.Option(help="64; of the toy 160")] = None,
+    scenario: list[str] | None = None,
 ) -> None:
     """Trains every arm in every scenario, or in some; a file that is there already is completed."""
-    runs = planned(scenario or [*SCENARIOS], range(seeds), updates)
+    runs = planned(scenario or [*SCENARIOS], seeds, updates)
     for _ in track(complete(out, runs), "runs", total=len(runs)):
         pass
 

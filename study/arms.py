@@ -33,8 +33,10 @@ ARMS = {
     "BAPO, gradient": Arm(BAPOConfig.paper(contribution="gradient")),
     "BAPO, recipe": Arm(BAPOConfig.recipe()),
 }
-OF_THE_TOY = [arm for arm in ARMS if "dual" not in arm and "CISPO" not in arm]
-OF_SMOLLM2 = [arm for arm in ARMS if "0.6" not in arm and "gradient" not in arm]
+ONLY_SMOLLM2 = "fixed 0.8/2.0, dual clip 3", "CISPO 0/5"
+ONLY_THE_TOY = "fixed 0.6/1.2", "fixed 0.6/3.0", "BAPO, gradient"
+OF_SMOLLM2 = [arm for arm in ARMS if arm not in ONLY_THE_TOY]
+OF_THE_TOY = [arm for arm in ARMS if arm not in ONLY_SMOLLM2]
 # One call per update decides over the whole update: in ARMS the scopes call and step are the same.
 SCOPES = {
     "BAPO, scope call": Arm(PAPER, "call", 4),

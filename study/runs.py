@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -22,6 +23,8 @@ WORKERS = min(4, os.cpu_count() or 1)  # each has one thread
 WINDOW = 8  # updates that a point of a recorded curve is the mean of
 RULE_SCENARIO = "largest, staleness 8"  # where every update measures the Entropy-Clip Rule
 RULE = ("rule", "entropy_change")
+SIZE_OF_SMOLLM2, SIZE_OF_THE_TOY = (3, 64), (5, 160)  # seeds and updates
+WITH_SCOPES = "staleness 8", "sample replay"
 # What is kept of each update's decisions: the share of them of which it is true.
 DECISIONS = ("below_target", "moved", "interior", "bapo_saturated")
 
@@ -42,12 +45,17 @@ def arms_of(scenario: str) -> list[str]:
     return [*(OF_SMOLLM2 if task else OF_THE_TOY)][: 2 if task and staleness == 1 else None]
 
 
-def planned(scenarios: Sequence[str], seeds: Sequence[int], updates: int) -> list[Run]:
-    """All arms in the scenarios, then the scopes of the toy's search, seed after seed."""
-    pairs = [(scenario, arm) for scenario in scenarios for arm in arms_of(scenario)]
-    toys = [scenario for scenario in scenarios if scenario in ("staleness 8", "sample replay")]
-    pairs += [(scenario, arm) for scenario in toys for arm in SCOPES]
-    return [Run(*pair, seed, updates) for seed in seeds for pair in pairs]
+def planned(
+    scenarios: Sequence[str], seeds: int | None = None, updates: int | None = None
+) -> list[Run]:
+    """All arms in the scenarios, and in two of the toy's the scopes of the search."""
+    runs = []
+    for scenario in scenarios:
+        arms = [*arms_of(scenario), *(SCOPES if scenario in WITH_SCOPES else [])]
+        most, length = SIZE_OF_SMOLLM2 if SCENARIOS[scenario].task else SIZE_OF_THE_TOY
+        both = product(range(seeds or most), arms)
+        runs += [Run(scenario, arm, seed, updates or length) for seed, arm in both]
+    return runs
 
 
 def execute(run: Run) -> list[dict[str, float]]:
