@@ -14,6 +14,7 @@ from helpers import needs_native
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
 
 from bapo_kernels import BAPOConfig, bapo_linear_loss, reference
 

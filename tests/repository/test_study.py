@@ -23,7 +23,7 @@ pytest.importorskip("study", reason="it is in the repository only")
 EXAMPLES = ROOT / "examples"
 
 # Packages that the environment for everything has, and that of the demo lacks.
-ABSENT = "scipy tabulate triton trl verl megatron liger_kernel accelerate datasets pytest"
+ABSENT = "scipy tabulate triton trl verl megatron liger_kernel datasets pytest"
 IMPORTS = f"""
 import sys
 sys.modules.update(dict.fromkeys({ABSENT.split()}))  # importing them raises
