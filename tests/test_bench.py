@@ -58,7 +58,8 @@ def test_every_method_has_a_line(tmp_path, dtype, options, methods, unit):
     assert head == ["ms", "multiple", unit, "tokens/s", "peak", "MiB"]
     assert [*cells] == methods
     yardstick, *others = (len(of_method.split()) for of_method in cells.values())
-    assert yardstick == 4  # it needs no memory
+    # It needs no memory, but products of half precision do on a processor with instructions for it.
+    assert yardstick == 4 or (yardstick == 5 and options and dtype != "float32")
     assert {*others} == {5}
     assert reasons == {}
     assert done.stderr == ""  # no terminal
