@@ -53,9 +53,10 @@ class Group:
             facts |= method.need(batch)._asdict() if method.need is not None else {}
             facts |= check(method, few) if method.train or method.log_probs else {}
             call = method.yardstick(batch)
-            call()
             if case.sweep in STEPS:
                 facts["peak_bytes"] = self.clock.peak_bytes(call)
+            else:
+                call()
             return Timed(call, graph=case.sweep not in STEPS)
         facts |= check(method, few) | {"shares": self.shares}
         facts |= floor(case, self.shares, method.live)._asdict()
