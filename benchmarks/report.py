@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from .cases import DISTILLATION, HEAD, POLICIES, REAL, SAMPLING_MASK, WHOLE_VOCABULARY
+from .cases import DISTILLATION, HEAD, POLICIES, REAL, SAMPLING_MASK, STEPS, WHOLE_VOCABULARY
 from .plot import LEVELS
 from .reading import plain_losses, results, shorten
 from .records import RESULTS, load
@@ -21,7 +21,7 @@ KINDS = [*POLICIES, "log_probs", "zero advantage"]  # columns of their own
 def page() -> dict[str, list[str]]:
     """The tables of the page by their marks; those of a GPU are together."""
     cpu, avx2, cuda = map(results, ("cpu", "avx2", "cuda"))
-    sections = losses, search, head, masks, distillation
+    sections = losses, search, head, masks, distillation, steps
     made = {tables.__name__: [*tables(cpu)] for tables in sections}
     made["distillation"] += distillation(avx2)
     made |= {"avx2": [*without_avx512(cpu, avx2)], "training": [*training("cpu")]}
@@ -117,6 +117,20 @@ def distillation(frame: pd.DataFrame) -> Iterator[str]:
         form = ["trained head, ", "frozen head, "][frozen] if level == "hidden" else ""
         caption = f"{task} {LEVELS[level]}, {form}{model}, N = {N:,}, ms"
         yield by_column(mine, caption, mine[mine.K.isin([0, 64])])
+
+
+def steps(frame: pd.DataFrame) -> Iterator[str]:
+    """Steps of a language model, by the length of its sequences."""
+    frame = frame[frame.sweep.isin(STEPS)]
+    if len(frame):
+        yield machine(frame)
+    for _, case in frame.groupby(["dtype", "N"], sort=False):
+        length = STEPS[case.sweep.iloc[0]]
+        caption = f"{case['dtype'].iloc[0]}, {case.N.iloc[0] // length} x {length} tokens"
+        rates = 1e3 * case.N / case.ms
+        table = case.assign(**{"tokens/s": rates, "peak, MiB": case.peak_bytes / 2**20})
+        table = table.set_index("method")[["ms", "tokens/s", "peak, MiB"]].dropna()
+        yield markdown(table.sort_values("ms").map(number).rename_axis(caption))
 
 
 def without_avx512(cpu: pd.DataFrame, avx2: pd.DataFrame) -> Iterator[str]:

@@ -15,7 +15,9 @@ if not FOLDER.exists():
 
 @lru_cache(maxsize=1)
 def smollm2(dtype: torch.dtype) -> Any:
-    """The causal language model, all of whose weights learn."""
+    """The causal language model, all of whose weights learn, with gradient checkpointing."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype).train()
+    model.gradient_checkpointing_enable()
+    return model

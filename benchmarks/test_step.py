@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -18,15 +19,15 @@ MODULE = "benchmarks.smollm2"
 HEADS = [
     pytorch.BEFORE,
     *trl.HIDDEN,
-    *liger.HIDDEN,
     liger.GRPO["hidden"],
     *cross_entropies.HIDDEN,
     *cross_entropies.WITH_ALL_LOGITS,
 ]
 
 
-def step(batch: Batch, method: Method | None) -> Callable[[], object]:
-    """The model forwards and backwards, with a loss or with the mean of its hidden states."""
+@lru_cache(maxsize=1)
+def prepared(batch: Batch) -> tuple[Any, Batch, Callable[[], None]]:
+    """The model, its batch, and what gives this its hidden states; once for all methods."""
     from .smollm2 import smollm2
 
     model, own = smollm2(batch.case.torch_dtype).to(batch.device), copy.copy(batch)
@@ -37,6 +38,17 @@ def step(batch: Batch, method: Method | None) -> Callable[[], object]:
         hidden = model.model(ids, use_cache=False).last_hidden_state
         own.inputs = hidden.view(*batch.labels.shape, -1), model.lm_head.weight
 
+    with torch.no_grad():
+        forward()
+        own.logp = own.log_probs()
+        own.old = own.logp + (batch.old - batch.logp)
+    return model, own, forward
+
+
+def step(batch: Batch, method: Method | None) -> Callable[[], object]:
+    """The model forwards and backwards, with a loss or with the mean of its hidden states."""
+    model, own, forward = prepared(batch)
+
     def call() -> None:
         model.zero_grad()
         forward()
@@ -46,10 +58,6 @@ def step(batch: Batch, method: Method | None) -> Callable[[], object]:
             method.step(own)
         own.inputs = ()
 
-    with torch.no_grad():
-        forward()
-        own.logp = own.log_probs()
-        own.old = own.logp + (batch.old - batch.logp)
     return call
 
 
