@@ -136,7 +136,7 @@ def update(policy: Policy, batch: Batch, config: BAPOConfig) -> tuple[BAPOOutput
     return out, norm.item()
 
 
-def main(updates: int = 40, staleness: int = 32, preset: str = "paper", seed: int = 0) -> None:
+def main(updates: int = 40, staleness: int = 8, preset: str = "paper", seed: int = 0) -> None:
     """Trains; prints the loss and its metrics after every update."""
     policy, r, generator = Policy(), random.Random(seed), torch.Generator().manual_seed(seed)
     for done in range(0, updates, staleness):

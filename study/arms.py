@@ -35,8 +35,10 @@ ARMS = {
 }
 ONLY_SMOLLM2 = "fixed 0.8/2.0, dual clip 3", "CISPO 0/5"
 ONLY_THE_TOY = "fixed 0.6/1.2", "fixed 0.6/3.0", "BAPO, gradient"
-OF_SMOLLM2 = [arm for arm in ARMS if arm not in ONLY_THE_TOY]
-OF_THE_TOY = [arm for arm in ARMS if arm not in ONLY_SMOLLM2]
+OF_SMOLLM2 = tuple(arm for arm in ARMS if arm not in ONLY_THE_TOY)
+OF_THE_TOY = tuple(arm for arm in ARMS if arm not in ONLY_SMOLLM2)
+OF_THE_SUM = "fixed 0.8/1.2", "fixed 0.9/3.0", NO_CLIP, "BAPO"
+ON_POLICY = "fixed 0.8/1.2", NO_CLIP  # all ratios are 1: no bounds clip anything
 # One call per update decides over the whole update: in ARMS the scopes call and step are the same.
 SCOPES = {
     "BAPO, scope call": Arm(PAPER, "call", 4),
@@ -56,17 +58,21 @@ class Scenario:
         staleness: updates that a rollout is split into.
         replayed: share of the groups of an update that come from earlier rollouts.
         segments: a walk is drawn in this many parts, each by the policy of another rollout.
+        arms: what is compared.
     """
 
     task: str = ""
     staleness: int = 1
     replayed: float = 0.0
     segments: int = 1
+    arms: tuple[str, ...] = OF_THE_TOY
 
 
 SCENARIOS = {
-    **{f"largest, staleness {S}": Scenario("largest", S) for S in (1, 8, 32)},
-    "sum, staleness 32": Scenario("sum", 32),
+    "largest, staleness 1": Scenario("largest", arms=ON_POLICY),
+    "largest, staleness 8": Scenario("largest", 8, arms=OF_SMOLLM2),
+    "largest, staleness 32": Scenario("largest", 32, arms=OF_SMOLLM2),
+    "sum, staleness 32": Scenario("sum", 32, arms=OF_THE_SUM),
     "staleness 8": Scenario(staleness=8),
     "sample replay": Scenario(replayed=0.5),
     "partial rollout": Scenario(staleness=4, segments=3),

@@ -30,10 +30,19 @@ def frame(records: list[Record] | Path) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(["scenario", "arm", "seed"], ignore_index=True)
 
 
-def compared(runs: pd.DataFrame, arms: list[str]) -> list[str]:
-    """The scenarios in which all of these arms were run with at least SEEDS seeds."""
+def complete(runs: pd.DataFrame, of_the_toy: bool) -> list[str]:
+    """The scenarios of SmolLM2 or the toy all of whose arms were run with at least SEEDS seeds."""
     seeds = runs.groupby(["scenario", "arm"]).seed.nunique()
-    return [s for s in SCENARIOS if all(seeds.get((s, arm), 0) >= SEEDS for arm in arms)]
+
+    def enough(scenario: str) -> bool:
+        return all(seeds.get((scenario, arm), 0) >= SEEDS for arm in SCENARIOS[scenario].arms)
+
+    return [s for s in SCENARIOS if (SCENARIOS[s].task == "") == of_the_toy and enough(s)]
+
+
+def arms_of(scenarios: list[str]) -> list[str]:
+    """Of any of these."""
+    return [arm for arm in ARMS if any(arm in SCENARIOS[s].arms for s in scenarios)]
 
 
 class Difference(NamedTuple):
@@ -60,10 +69,12 @@ def paired(
     return Difference(float((both[arm] - both[against]).mean()), interval.low, interval.high)
 
 
-def end_points(runs: pd.DataFrame, arms: list[str]) -> pd.DataFrame:
+def end_points(runs: pd.DataFrame, scenarios: list[str]) -> pd.DataFrame:
     """Held-out rewards; in brackets the difference from the baseline, bold if it excludes zero."""
 
     def cell(scenario: str, arm: str) -> str:
+        if arm not in SCENARIOS[scenario].arms:
+            return ""
         reward = runs[(runs.scenario == scenario) & (runs.arm == arm)].held_out.mean()
         if arm == BASELINE:
             return f"{reward:.3f}"
@@ -71,8 +82,7 @@ def end_points(runs: pd.DataFrame, arms: list[str]) -> pd.DataFrame:
         text = f"{reward:.3f} ({d.mean:+.3f}±{d.high - d.mean:.3f})"
         return f"**{text}**" if d.separated else text
 
-    scenarios = compared(runs, arms)
-    return pd.DataFrame({s: {arm: cell(s, arm) for arm in arms} for s in scenarios})
+    return pd.DataFrame({s: {arm: cell(s, arm) for arm in arms_of(scenarios)} for s in scenarios})
 
 
 def courses(runs: pd.DataFrame, scenario: str) -> pd.DataFrame:

@@ -12,24 +12,26 @@ from matplotlib.figure import Figure
 
 from benchmarks.plot import FIGURES, RC, save
 
-from .arms import NO_CLIP, OF_SMOLLM2, OF_THE_TOY
-from .compare import BASELINE, compared, paired
+from .arms import NO_CLIP, OF_SMOLLM2, SCENARIOS
+from .compare import BASELINE, arms_of, complete, paired
 from .curves import FIRST_PANELS, PANELS, STYLES, training
 from .runs import RULE_SCENARIO, WINDOW
 
 RULE_LIMITS = 0.1, 0.04
 
 
-def differences(runs: pd.DataFrame, of: list[str]) -> Figure:
+def differences(runs: pd.DataFrame, of_the_toy: bool) -> Figure:
     """The end point: paired differences from the baseline, one panel per scenario."""
-    scenarios = compared(runs, of)
-    arms = [arm for arm in of if arm != BASELINE]
+    scenarios = complete(runs, of_the_toy)
+    arms = [arm for arm in arms_of(scenarios) if arm != BASELINE]
     figure, axes = plt.subplots(
         1, len(scenarios), figsize=(2.3 * len(scenarios) + 1.5, 3.6), sharex=True, sharey=True,
         layout="constrained", squeeze=False,
     )  # fmt: skip
     for scenario, ax in zip(scenarios, axes[0], strict=True):
         for place, arm in enumerate(reversed(arms)):
+            if arm not in SCENARIOS[scenario].arms:
+                continue
             d = paired(runs, scenario, arm)
             style = dict(color=STYLES[arm]["color"], marker="o" if d.separated else "|")
             ax.plot([d.low, d.high], [place, place], color=style["color"], linewidth=2)
@@ -77,8 +79,8 @@ def of_study(runs: pd.DataFrame, folder: Path = FIGURES) -> list[Path]:
         figures = {
             "smollm2": training(few, every, note, FIRST_PANELS),
             "study_training": training(curves, every, note),
-            "study_differences": differences(runs, OF_SMOLLM2),
-            "study_of_the_toy": differences(runs, OF_THE_TOY),
+            "study_differences": differences(runs, of_the_toy=False),
+            "study_of_the_toy": differences(runs, of_the_toy=True),
             "study_rule": rule(runs),
         }
         return [save(figure, folder / f"{name}.png") for name, figure in figures.items()]

@@ -8,19 +8,18 @@ import pandas as pd
 
 from benchmarks.tables import filled, markdown
 
-from .arms import OF_SMOLLM2, OF_THE_TOY
-from .compare import compared, courses, end_points
+from .compare import complete, courses, end_points
 
 
 def tables(runs: pd.DataFrame) -> dict[str, list[str]]:
     """By their marks."""
-    real, toy = compared(runs, OF_SMOLLM2), compared(runs, OF_THE_TOY)
+    real, toy = complete(runs, of_the_toy=False), complete(runs, of_the_toy=True)
     return {
         "runs": [made(runs[runs.scenario.isin(real)])],
-        "ends": [markdown(end_points(runs, OF_SMOLLM2))],
+        "ends": [markdown(end_points(runs, real))],
         "courses": [markdown(courses(runs, scenario)) for scenario in real],
         "toy_runs": [made(runs[runs.scenario.isin(toy)])],
-        "toy": [markdown(end_points(runs, OF_THE_TOY))],
+        "toy": [markdown(end_points(runs, toy))],
     }
 
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks.records import Record, append, environment, load
 
 from . import language_model
-from .arms import ARMS, OF_SMOLLM2, OF_THE_TOY, SCENARIOS, SCOPES
+from .arms import ARMS, SCENARIOS, SCOPES
 from .toy import training
 from .toy.policy import warm_policy
 
@@ -39,19 +39,13 @@ class Run:
     updates: int
 
 
-def arms_of(scenario: str) -> list[str]:
-    """On-policy all ratios are 1 and the bounds of no arm clip anything: two arms show it."""
-    task, staleness = SCENARIOS[scenario].task, SCENARIOS[scenario].staleness
-    return [*(OF_SMOLLM2 if task else OF_THE_TOY)][: 2 if task and staleness == 1 else None]
-
-
 def planned(
     scenarios: Sequence[str], seeds: int | None = None, updates: int | None = None
 ) -> list[Run]:
-    """All arms in the scenarios, and in two of the toy's the scopes of the search."""
+    """The arms of the scenarios, and in two of the toy's the scopes of the search."""
     runs = []
     for scenario in scenarios:
-        arms = [*arms_of(scenario), *(SCOPES if scenario in WITH_SCOPES else [])]
+        arms = [*SCENARIOS[scenario].arms, *(SCOPES if scenario in WITH_SCOPES else [])]
         most, length = SIZE_OF_SMOLLM2 if SCENARIOS[scenario].task else SIZE_OF_THE_TOY
         both = product(range(seeds or most), arms)
         runs += [Run(scenario, arm, seed, updates or length) for seed, arm in both]
