@@ -46,8 +46,9 @@ def arms_of(scenarios: list[str]) -> list[str]:
 
 
 class Difference(NamedTuple):
-    """The mean over seeds of the difference of two arms, and its confidence interval."""
+    """That of two arms by seed, its mean, and the confidence interval of this."""
 
+    by_seed: list[float]
     mean: float
     low: float
     high: float
@@ -66,7 +67,8 @@ def paired(
     both = wide[[arm, against]].dropna()
     test = stats.ttest_rel(both[arm], both[against])
     interval = test.confidence_interval(CONFIDENCE)
-    return Difference(float((both[arm] - both[against]).mean()), interval.low, interval.high)
+    by_seed = both[arm] - both[against]
+    return Difference(by_seed.tolist(), float(by_seed.mean()), interval.low, interval.high)
 
 
 def end_points(runs: pd.DataFrame, scenarios: list[str]) -> pd.DataFrame:
