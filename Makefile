@@ -83,7 +83,7 @@ versions:
 oldest:
 	$(PYTHON) -m release.versions --losses $(firstword $(VERSIONS))
 
-# Takes three hours on two cores. An interrupted study goes on.
+# Takes hours on two cores, SmolLM2 alone two to four. An interrupted study goes on.
 study: .venv/built
 	$(BIN)/python -m study run --out $(OUT)/study.jsonl
 	$(BIN)/python -m study report --records $(OUT)/study.jsonl --out $(OUT)
