@@ -88,7 +88,7 @@ study: .venv/built
 	$(BIN)/python -m study run --out $(OUT)/study.jsonl
 	$(BIN)/python -m study report --records $(OUT)/study.jsonl --out $(OUT)
 
-# Takes an hour and a half on two cores; rewrites figures and pages from the new results. A processor
+# Takes two to three hours on two cores; rewrites figures and pages from the new results. A processor
 # with AVX2 alone has files of its own.
 KIND ?= $(shell grep -qs avx512f /proc/cpuinfo || ! grep -qs avx2 /proc/cpuinfo && echo cpu || echo avx2)
 bench: .venv/built
