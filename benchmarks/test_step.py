@@ -27,7 +27,7 @@ HEADS = [
 
 @lru_cache(maxsize=1)
 def prepared(batch: Batch) -> tuple[Any, Batch, Callable[[], None]]:
-    """The model, its batch, and what gives this its hidden states; once for all methods."""
+    """The model, its batch, and the forward that fills in its hidden states: once per case."""
     from .smollm2 import smollm2
 
     model, own = smollm2(batch.case.torch_dtype).to(batch.device), copy.copy(batch)

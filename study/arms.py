@@ -37,7 +37,7 @@ ONLY_SMOLLM2 = "fixed 0.8/2.0, dual clip 3", "CISPO 0/5"
 ONLY_THE_TOY = "fixed 0.6/1.2", "fixed 0.6/3.0", "BAPO, gradient"
 OF_SMOLLM2 = tuple(arm for arm in ARMS if arm not in ONLY_THE_TOY)
 OF_THE_TOY = tuple(arm for arm in ARMS if arm not in ONLY_SMOLLM2)
-OF_THE_SUM = "fixed 0.8/1.2", "fixed 0.9/3.0", NO_CLIP, "BAPO"
+FEW = "fixed 0.8/1.2", "BAPO", "fixed 0.9/3.0", NO_CLIP
 ON_POLICY = "fixed 0.8/1.2", NO_CLIP  # all ratios are 1: no bounds clip anything
 # One call per update decides over the whole update: in ARMS the scopes call and step are the same.
 SCOPES = {
@@ -46,7 +46,6 @@ SCOPES = {
     "BAPO, scope lagged": Arm(PAPER, "lagged", 4),
 }
 DEMO = NO_CLIP, "BAPO"
-DEMO_OF_THE_TOY = "fixed 0.8/1.2", "BAPO", "fixed 0.9/3.0", NO_CLIP
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ SCENARIOS = {
     "largest, staleness 1": Scenario("largest", arms=ON_POLICY),
     "largest, staleness 8": Scenario("largest", 8, arms=OF_SMOLLM2),
     "largest, staleness 32": Scenario("largest", 32, arms=OF_SMOLLM2),
-    "sum, staleness 32": Scenario("sum", 32, arms=OF_THE_SUM),
+    "sum, staleness 32": Scenario("sum", 32, arms=FEW),
     "staleness 8": Scenario(staleness=8),
     "sample replay": Scenario(replayed=0.5),
     "partial rollout": Scenario(staleness=4, segments=3),

@@ -30,7 +30,7 @@ def frame(records: list[Record] | Path) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(["scenario", "arm", "seed"], ignore_index=True)
 
 
-def complete(runs: pd.DataFrame, of_the_toy: bool) -> list[str]:
+def complete_scenarios(runs: pd.DataFrame, of_the_toy: bool) -> list[str]:
     """The scenarios of SmolLM2 or the toy all of whose arms were run with at least SEEDS seeds."""
     seeds = runs.groupby(["scenario", "arm"]).seed.nunique()
 
@@ -46,7 +46,7 @@ def arms_of(scenarios: list[str]) -> list[str]:
 
 
 class Difference(NamedTuple):
-    """That of two arms by seed, its mean, and the confidence interval of this."""
+    """The difference of two arms by seed, its mean, and the confidence interval of the mean."""
 
     by_seed: list[float]
     mean: float

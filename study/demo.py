@@ -17,7 +17,7 @@ from benchmarks.plot import RC, save
 
 from . import language_model
 from .arms import ARMS, DEMO, NO_CLIP, SCENARIOS
-from .arms import DEMO_OF_THE_TOY as OF_TOY
+from .arms import FEW as OF_TOY
 from .curves import PANELS, training
 from .language_model import train, words
 from .runs import Run, execute_all

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from benchmarks.plot import FIGURES, RC, save
 
 from .arms import NO_CLIP, OF_SMOLLM2, ON_POLICY, SCENARIOS
-from .compare import BASELINE, arms_of, complete, paired
+from .compare import BASELINE, arms_of, complete_scenarios, paired
 from .curves import FIRST_PANELS, PANELS, STYLES, training
 from .runs import RULE_SCENARIO, WINDOW
 
@@ -22,7 +22,7 @@ RULE_LIMITS = 0.1, 0.04
 
 def differences(runs: pd.DataFrame, of_the_toy: bool) -> Figure:
     """The end point: paired differences from the baseline, one panel per scenario."""
-    scenarios = [s for s in complete(runs, of_the_toy) if SCENARIOS[s].arms != ON_POLICY]
+    scenarios = [s for s in complete_scenarios(runs, of_the_toy) if SCENARIOS[s].arms != ON_POLICY]
     arms = [arm for arm in arms_of(scenarios) if arm != BASELINE]
     figure, axes = plt.subplots(
         1, len(scenarios), figsize=(2.3 * len(scenarios) + 1.5, 3.6), sharey=True,

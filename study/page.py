@@ -8,12 +8,12 @@ import pandas as pd
 
 from benchmarks.tables import filled, markdown
 
-from .compare import complete, courses, end_points
+from .compare import complete_scenarios, courses, end_points
 
 
 def tables(runs: pd.DataFrame) -> dict[str, list[str]]:
     """By their marks."""
-    real, toy = complete(runs, of_the_toy=False), complete(runs, of_the_toy=True)
+    real, toy = (complete_scenarios(runs, of_the_toy) for of_the_toy in (False, True))
     return {
         "runs": [made(runs[runs.scenario.isin(real)])],
         "ends": [markdown(end_points(runs, real))],
