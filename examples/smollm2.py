@@ -65,7 +65,7 @@ class Policy:
             if t == 0:  # the group shares the prompt
                 cache.batch_repeat_interleave(group)
                 hidden, mask = (x.repeat_interleave(group, 0) for x in (hidden, mask))
-            logits = self.model.lm_head(hidden).float()
+            logits = nn.functional.linear(hidden, self.head).float()
             if generator is None:
                 ids = logits.argmax(-1, keepdim=True)
             else:  # torch.multinomial takes longer

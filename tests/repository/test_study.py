@@ -115,3 +115,37 @@ def test_on_policy_the_arms_are_the_same(toy_size):
     for arm in others:
         for name, got, *of_orders in zip(operands, rows_of(arm), *same, strict=True):
             assert_within_budget(name, got, of_orders, of_orders[0], operands[name])
+
+
+@needs_native
+def test_the_gradient_of_a_sampled_head(monkeypatch):
+    """Exact, it is autograd's; what stands for it is a part of it, or has its mean."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from study import sampled_head
+
+    hidden, weight = torch.randn(70, 8), torch.randn(90, 8)
+    labels, incoming = torch.randint(0, 90, (70,)), torch.randn(70)
+    incoming[::4] = 0.0
+
+    def gradients(rule, hidden=hidden):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if rule == "autograd":
+            log_p = torch.log_softmax(leaves[0] @ leaves[1].T, -1)
+            found = log_p.gather(1, labels[:, None])[:, 0]
+        else:
+            found, _ = sampled_head.HeadLogProbs.apply(*leaves, labels, rule)
+        found.backward(incoming)
+        return found.detach(), *(leaf.grad for leaf in leaves)
+
+    truth = gradients("autograd")
+    for rule in (None, 0.0):
+        for got, expected in zip(gradients(rule), truth, strict=True):
+            torch.testing.assert_close(got, expected)
+    assert sampled_head.HeadLogProbs.entries == 90
+    assert all(gradient.eq(0.0).all() for gradient in gradients(2.0)[1:])
+    # Other bits of the statistics draw other samples.
+    seeds = [gradients(16, hidden * (1 + 1e-6 * i)) for i in range(1, 401)]
+    assert sampled_head.HeadLogProbs.entries < 30
+    for truth_of, *found in zip(truth[1:], *(of_seed[1:] for of_seed in seeds), strict=True):
+        mean, spread = torch.stack(found).mean(0), torch.stack(found).std(0) / 20
+        assert ((mean - truth_of).abs() <= 5 * spread + 0.03 * truth_of.abs().max()).all()
