@@ -74,6 +74,8 @@ class Group:
                 on_gpu = isinstance(self.clock, GPUClock)
                 peak_bytes = self.clock.peak_bytes if on_gpu else resident_bytes
                 facts["peak_bytes"] = peak_bytes(call)
+                facts["head_seconds"] = call.head_seconds  # those of the samples will be here
+                call.head_seconds.clear()
             else:
                 call()
             return Timed(call, graph=case.sweep not in STEPS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -45,30 +46,47 @@ def prepared(batch: Batch) -> tuple[Any, Batch, Callable[[], None]]:
     return model, own, forward
 
 
-def step(batch: Batch, method: Method | None) -> Callable[[], object]:
-    """The model forwards and backwards, with a loss or with the mean of its hidden states."""
-    model, own, forward = prepared(batch)
+class Step:
+    """The model forwards and backwards, with a loss or with the mean of its hidden states.
 
-    def call() -> None:
-        model.zero_grad()
-        forward()
-        if method is None:
-            own.inputs[0].float().mean().backward()
+    Attributes:
+        head_seconds: what head and loss took of each call, forwards and backwards.
+    """
+
+    def __init__(self, batch: Batch, method: Method | None) -> None:
+        self.model, self.batch, self.forward = prepared(batch)
+        self.method, self.head_seconds = method, list[float]()
+
+    def __call__(self) -> None:
+        self.model.zero_grad()
+        self.forward()
+        hidden, weight = self.batch.inputs
+        if self.method is None:
+            hidden.float().mean().backward()
         else:
-            method.step(own)
-        own.inputs = ()
+            leaf = hidden.detach().requires_grad_()
+            self.batch.inputs = leaf, weight
+            began = self.now()
+            self.method.step(self.batch)
+            self.head_seconds.append(self.now() - began)
+            hidden.backward(leaf.grad)
+        self.batch.inputs = ()
 
-    return call
+    def now(self) -> float:
+        """Seconds, once everything is done."""
+        if self.batch.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
-    alone = Method("decoder alone", yardstick=partial(step, method=None), module=MODULE)
+    alone = Method("decoder alone", yardstick=partial(Step, method=None), module=MODULE)
     for sweep, N in zip(STEPS, (64 * 64, 16 * 512), strict=True):
         for dtype in dict.fromkeys(("float32", half("hidden", device))):
             case = Case.of("hidden", "loss", "SmolLM2-135M", N, dtype=dtype, sweep=sweep)
             forms = [""] if dtype == "float32" else ["", "float32 logits"]
             methods = [*HEADS, *ours(device, *forms)]
-            steps = [replace(m, yardstick=partial(step, method=m), module=MODULE) for m in methods]
+            steps = [replace(m, yardstick=partial(Step, method=m), module=MODULE) for m in methods]
             yield case, [alone, *steps]
 
 
