@@ -1,8 +1,10 @@
 // Registers the CPU kernels, on the threads of torch. May include everything but CUDA.
 // Which thread takes a piece of work must not matter, or results would change from run to run.
 
+#include <algorithm>
 #include <atomic>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "binding_sampling_sets.h"
@@ -155,6 +157,29 @@ struct Cpu {
     static void head_sets_pass(const HeadSetPassParams& params, const Tensor&) {
         run_queue(params.pass.rows.rows, params, set_kernels().head_pass);
     }
+    // A part of the values per thread, if they have more values than columns.
+    static void sort_sets(const SortSetsParams& params) {
+        const int64_t count = params.sets.count, bins = params.columns.count + 2;
+        const int64_t parts = std::min<int64_t>(torch::stable::get_num_threads(), 1 + count / bins);
+        std::vector<int64_t> places(parts * bins);
+        const auto over_parts = [&](auto kernel) {
+            const auto some = [&](int64_t begin, int64_t end) {
+                for (int64_t i = begin; i < end; ++i) {
+                    kernel(params, count * i / parts, count * (i + 1) / parts, &places[i * bins]);
+                }
+            };
+            torch::stable::parallel_for(0, parts, 1, some);
+        };
+        over_parts(cpu::count_columns);
+        int64_t total = 0;
+        for (int64_t bin = 0; bin < bins; ++bin) {
+            if (bin > 0) params.segments[bin - 1] = total;
+            for (int64_t i = 0; i < parts; ++i) {
+                total += std::exchange(places[i * bins + bin], total);
+            }
+        }
+        over_parts(cpu::sort_values);
+    }
     static void sets_dweight(const SetWeightGradientParams& params, const Tensor&) {
         const Matrix& dweight = params.dweight;
         if (!params.add) {
@@ -164,9 +189,24 @@ struct Cpu {
     }
 };
 
+void sort_sets(Tensor token_ids, Tensor offsets, binding::OptionalTensor shard, Tensor order,
+               Tensor rows, Tensor segments) {
+    const binding::Reader read(token_ids);
+    const Sets sets = read.sets(offsets, token_ids, token_ids.numel());
+    const int64_t V = segments.numel() - 1;
+    STD_TORCH_CHECK(V >= 0, "segments must not be empty");
+    Cpu::sort_sets({sets, binding::columns_of(read, V, shard),
+                    read.data<int64_t>(order, sets.count, "order"),
+                    read.data<int32_t>(rows, sets.count, "rows"),
+                    read.data<int64_t>(segments, V + 1, "segments")});
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CPU, m) { binding::register_operators<Cpu>(m); }
+STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CPU, m) {
+    binding::register_operators<Cpu>(m);
+    m.impl("sort_sets", TORCH_BOX(&sort_sets));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("instruction_set", TORCH_BOX(&instruction_set));

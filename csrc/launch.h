@@ -61,6 +61,11 @@ double* sums_of_equal(const int64_t* labels, const double* values, int64_t K);
 
 void find_labels_chunk(const FindLabelsParams& params, int64_t chunk);
 
+// A counting sort of values [begin, end): how many each column has, then their places from these
+// on. The first and the last of columns + 2 are values before and behind the columns here.
+void count_columns(const SortSetsParams& params, int64_t begin, int64_t end, int64_t* counts);
+void sort_values(const SortSetsParams& params, int64_t begin, int64_t end, int64_t* places);
+
 // k is one of the span_count(sequences) sequences.
 void sequence_mean(const SequenceMeanParams& params, int64_t k);
 

@@ -308,6 +308,15 @@ struct HeadSetPassParams {
     Matrix dhidden;
 };
 
+// The values of sets in the order of their columns; those of a column in the order of the rows.
+struct SortSetsParams {
+    Sets sets;
+    Columns columns;
+    int64_t* order;     // [sets.count]
+    int32_t* rows;      // [sets.count], in that order
+    int64_t* segments;  // [columns + 1], of that order
+};
+
 struct SetWeightGradientParams {
     const float* dvalues;
     int64_t count;

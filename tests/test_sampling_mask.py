@@ -18,6 +18,7 @@ from helpers import (
     check_with_sets,
     examples,
     make_case,
+    needs_native,
     poisoned_memory,
     real_in_turns,
     run_kernel,
@@ -39,7 +40,9 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
+from bapo_kernels.core.call import SamplingSets
 from bapo_kernels.core.head import head
+from bapo_kernels.core.head.sets import by_column, by_column_on_cpu
 from bapo_kernels.tools.budget import Result
 
 
@@ -478,3 +481,29 @@ def test_errors_of_the_class(bad):
 def test_offsets_on_a_cpu_are_checked(offsets):
     with pytest.raises(ValueError, match="offsets must rise from 0 to 6, got "):
         SamplingMask(torch.arange(6), torch.tensor(offsets))
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("first", [None, 3])
+def test_the_counting_sort_is_that_of_pytorch(threads, first):
+    """With rows that have no set, ids of no token and of other ranks, and offsets that break."""
+    generator, width = torch.Generator().manual_seed(4), 6
+    counts = torch.randint(0, 5, (97,), generator=generator)
+    token_ids = torch.randint(-2, 11, (int(counts.sum()),), generator=generator).int()
+    rising = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    span = None if first is None else torch.tensor([first, 9])
+    before = torch.get_num_threads()
+    for offsets in (rising, rising.flip(0), rising + 3, rising[:1]):
+        sets = SamplingSets(token_ids, offsets, *[None] * 2, span)
+        order, rows, segments = by_column(sets, width)
+        torch.set_num_threads(threads)
+        got = by_column_on_cpu(sets, width)
+        torch.set_num_threads(before)
+        assert_same(got[2], segments)
+        here = slice(*segments[[0, -1]].tolist())
+        assert_same(got[0][here], order[here])
+        if offsets is rising:
+            assert_same(got[1][here], rows[here])
+        assert_same(got[0].sort().values, order.sort().values)
+        assert ((got[1] >= 0) & (got[1] < max(1, len(offsets) - 1))).all()

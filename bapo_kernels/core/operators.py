@@ -213,6 +213,12 @@ torch.library.register_fake(f"{NATIVE}::head_forward", _fake_head_forward, lib=_
 torch.library.register_fake(f"{NATIVE}::head_backward", _fake_head_backward, lib=_libraries[NATIVE])
 torch.library.register_fake(f"{NATIVE}::head_top_k", _fake_head_top_k, lib=_libraries[NATIVE])
 
+# The values of sets by their columns, as sets_dweight takes them. On a GPU PyTorch sorts.
+_libraries[NATIVE].define(
+    f"sort_sets({_SETS}, Tensor? shard, Tensor(a!) order, Tensor(b!) rows, Tensor(c!) segments)"
+    " -> ()"
+)
+torch.library.register_fake(f"{NATIVE}::sort_sets", _fake, lib=_libraries[NATIVE])
 # The instruction set of the CPU kernels in use; a name selects another, "" does not.
 _libraries[NATIVE].define("instruction_set(str name) -> str")
 _libraries[NATIVE].define("layout() -> str")  # the names in csrc/params.h, in their order

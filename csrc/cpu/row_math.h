@@ -67,26 +67,30 @@ inline double log_prob(float z, const Transform& transform, float origin, double
     return ((double)y - origin) * transform.scale - log_sum;
 }
 
+// Memory that a thread keeps.
+struct Buffer {
+    float* data = nullptr;
+    int64_t capacity = 0;
+
+    // At least so many; null if there is no memory.
+    float* of(int64_t count) {
+        if (count > capacity) {
+            std::free(data);
+            data = static_cast<float*>(std::aligned_alloc(64, 64 * (count / 16 + 1)));
+            capacity = data ? count : 0;
+        }
+        return data;
+    }
+    ~Buffer() { std::free(data); }
+};
+
 // The exp of a row, kept by the first pass for the second: with 16-bit logits both fit into the
 // cache, and computing the exp again would limit the speed.
 struct KeptExp {
-    float* e = nullptr;        // 2^t of every element, with t relative to the origin of its block
-    float* origins = nullptr;  // one per block
-    int64_t capacity = 0;
+    Buffer e;        // 2^t of every element, with t relative to the origin of its block
+    Buffer origins;  // one per block
 
-    void reserve(int64_t vocab) {
-        if (vocab <= capacity) return;
-        std::free(e);
-        std::free(origins);
-        const size_t lines = (vocab + kLanes) * sizeof(float) / 64 + 1;
-        e = static_cast<float*>(std::aligned_alloc(64, 64 * lines));
-        origins = static_cast<float*>(std::malloc((vocab / kBlock + 1) * sizeof(float)));
-        capacity = e && origins ? vocab : 0;
-    }
-    ~KeptExp() {
-        std::free(e);
-        std::free(origins);
-    }
+    bool reserve(int64_t vocab) { return e.of(vocab + kLanes) && origins.of(vocab / kBlock + 1); }
 };
 thread_local KeptExp kept_exp;
 
@@ -100,7 +104,7 @@ inline void for_each_vector(const T* row, int64_t begin, int64_t end, F f) {
 template <bool kSoftcap, bool kKeep, typename T>
 RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
     const float scale = base2_scale(transform);
-    float* const kept = kept_exp.e;
+    float* const kept = kept_exp.e.data;
     RowStats stats{-kInf, 0.0, 0.0};
     double crowded = kCrowded;
     for (int64_t begin = 0; begin < vocab; begin += kBlock) {
@@ -152,7 +156,7 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
                 crowded = 2.0 * sum;
             }
         }
-        if constexpr (kKeep) kept_exp.origins[begin / kBlock] = stats.origin;
+        if constexpr (kKeep) kept_exp.origins.data[begin / kBlock] = stats.origin;
         stats.sum += sum;
         stats.weighted_sum += weighted_sum;
     }
@@ -213,8 +217,9 @@ void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transfo
     const bool streamed = (const void*)row != (const void*)grad;
     if constexpr (kKept) {
         for (int64_t begin = 0; begin < vocab; begin += kBlock) {
-            const float* const e = kept_exp.e + begin;
-            const double shift = ((double)kept_exp.origins[begin / kBlock] - origin) * scale;
+            const float* const e = kept_exp.e.data + begin;
+            const float block_origin = kept_exp.origins.data[begin / kBlock];
+            const double shift = ((double)block_origin - origin) * scale;
             const float factor = (float)(b * std::exp2(shift));
             fill_row(grad + begin, begin + kBlock < vocab ? kBlock : vocab - begin, streamed,
                      [&](int64_t i, int64_t) { return load(e + i) * factor; });

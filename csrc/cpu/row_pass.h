@@ -30,8 +30,7 @@ bool keeps_exp(const RowPassParams& params, int64_t index) {
     const PolicyOptions& options = params.options;
     if (options.entropy_coef != 0.0) return false;
     if (options.kl_loss_coef == 0.0 && params.tokens.advantages[index] == 0.0f) return false;
-    kept_exp.reserve(params.rows.vocab);
-    return kept_exp.capacity >= params.rows.vocab;
+    return kept_exp.reserve(params.rows.vocab);
 }
 
 // absent(label) is the log-prob of a label without a column.

@@ -10,9 +10,6 @@ namespace {
 
 // Terms that are summed in float32 before they are added to the sum of the others.
 constexpr int64_t kTerms = 64;
-// A block of a row of the head, which stays in registers.
-constexpr int kVectors = 8;
-constexpr int64_t kWidth = kVectors * kLanes;
 
 template <typename T>
 T* row_at(const Matrix& matrix, int64_t row) {
@@ -146,48 +143,75 @@ void multiply_row(const MultiplySetsParams& params, int64_t index) {
 // How a sum goes to memory; streamed ones go past the cache, as they are not read again soon.
 enum class Store { kWritten, kStreamed, kAdded };
 
-// Stores the sum of factor*row over the terms, one block of columns after another. term(i) gives
-// both; if the factor is 0, the row is not read.
-template <typename Out, typename Term>
-void weighted_sum(Out* out, int64_t width, int64_t terms, Store how, Term term) {
-    constexpr uintptr_t kBytes = kStreamed<Out> * sizeof(Out);
-    const bool streamed = how == Store::kStreamed && reinterpret_cast<uintptr_t>(out) % kBytes == 0;
-    for (int64_t at = 0; at < width; at += kWidth) {
-        VFloat total[kVectors] = {};
-        for (int64_t begin = 0; begin < terms; begin += kTerms) {
-            VFloat sum[kVectors] = {};
-            for (int64_t i = begin; i < terms && i < begin + kTerms; ++i) {
-                const auto [factor, row] = term(i);
-                if (factor == 0.0f) continue;
-                for (int v = 0; v < kVectors; ++v) {
-                    const int64_t column = at + v * kLanes;
-                    if (column >= width) break;
-                    sum[v] += factor * load_or_zero(row + column, width - column);
-                }
-            }
-            for (int v = 0; v < kVectors; ++v) total[v] += sum[v];
-        }
-        if (streamed && at + kWidth <= width) {
-            for (int64_t i = 0; i < kWidth; i += kStreamed<Out>) {
-                stream(out + at + i, [&](int64_t next) { return total[(i + next) / kLanes]; });
-            }
-            continue;
-        }
-        for (int v = 0; v < kVectors; ++v) {
-            const int64_t column = at + v * kLanes, left = width - column;
-            if (left <= 0) break;
-            if (how == Store::kAdded) total[v] += load_or_zero(out + column, left);
-            left >= kLanes ? store(out + column, total[v])
-                           : store_partial(out + column, total[v], left);
-        }
-    }
-}
-
 template <typename T>
 struct Term {
-    float factor;
+    float factor;  // 0: the row is not read
     const T* row;
 };
+
+// sum += factor*row over kCount terms, while kFetched rows are fetched.
+template <int kCount, int kFetched, typename T>
+void add_terms(float* sum, int64_t width, const Term<T>* terms, const Term<T>* next) {
+    const auto add = [&](int64_t at, auto load_row) {
+        VFloat added = terms[0].factor * load_row(terms[0].row + at);
+        for (int r = 1; r < kCount; ++r) added += terms[r].factor * load_row(terms[r].row + at);
+        store(sum + at, load(sum + at) + added);
+    };
+    int64_t at = 0;
+    for (; at + kLanes <= width; at += kLanes) {
+        for (int r = 0; r < kFetched; ++r) __builtin_prefetch(next[r].row + at);
+        add(at, [](const T* p) { return load(p); });
+    }
+    if (at < width) add(at, [&](const T* p) { return load_or_zero(p, width - at); });
+}
+
+thread_local Buffer row_sums;
+
+// Stores the sum of factor*row over the terms, a few whole rows after the others. term(i) gives
+// both.
+template <typename T, typename Out, typename F>
+void weighted_sum(Out* out, int64_t width, int64_t count, Store how, F term) {
+    const int64_t size = (width + kLanes - 1) / kLanes * kLanes;
+    float* const sum = row_sums.of(2 * size);  // of kTerms at most; then the sum of these
+    float* const total = sum + size;
+    std::memset(sum, 0, 2 * size * sizeof(float));
+    int64_t i = 0, added = 0;
+    const auto take = [&](Term<T>* terms) {
+        int taken = 0;
+        for (; taken < kTogether && i < count; ++i) {
+            terms[taken] = term(i);
+            taken += terms[taken].factor != 0.0f;
+        }
+        return taken;
+    };
+    Term<T> given[kTogether], next[kTogether];
+    for (int taken = take(given); taken > 0;) {
+        const int following = take(next);
+        if (following == kTogether) {
+            add_terms<kTogether, kTogether>(sum, width, given, next);
+        } else if (taken == kTogether) {
+            add_terms<kTogether, 0>(sum, width, given, next);
+        } else {
+            for (int r = 0; r < taken; ++r) add_terms<1, 0>(sum, width, given + r, next);
+        }
+        added += taken;
+        if (added % kTerms == 0 || following == 0) {
+            for (int64_t at = 0; at < size; at += kLanes) {
+                store(total + at, load(total + at) + load(sum + at));
+                store(sum + at, VFloat{});
+            }
+        }
+        std::memcpy(given, next, sizeof given);
+        taken = following;
+    }
+    const auto total_at = [&](int64_t at, int64_t) { return load_or_zero(total + at, width - at); };
+    if (how == Store::kAdded) {
+        return fill_row(out, width, false, [&](int64_t at, int64_t left) {
+            return total_at(at, left) + load_or_zero(out + at, width - at);
+        });
+    }
+    fill_row(out, width, how == Store::kStreamed, total_at);
+}
 
 template <typename T, typename Out>
 void dhidden_of_row(const SetHiddenGradientParams& params, int64_t index) {
@@ -199,8 +223,8 @@ void dhidden_of_row(const SetHiddenGradientParams& params, int64_t index) {
         if (column < 0) return Term<T>{0.0f, nullptr};
         return Term<T>{params.dvalues[k], row_at<const T>(params.weight, column)};
     };
-    weighted_sum(row_at<Out>(params.dhidden, index), params.dhidden.columns, set.size,
-                 Store::kWritten, term);
+    weighted_sum<T>(row_at<Out>(params.dhidden, index), params.dhidden.columns, set.size,
+                    Store::kWritten, term);
 }
 
 template <typename T, typename Out, bool kSoftcap>
@@ -240,14 +264,14 @@ void dweight_of_columns(const SetWeightGradientParams& params, int64_t begin, in
             const int64_t at = params.order[start + i];
             return at < 0 || at >= params.count ? nullptr : params.dvalues + at;
         };
-        weighted_sum(row_at<Out>(dweight, column), dweight.columns, terms,
-                     params.add ? Store::kAdded : Store::kStreamed, [&](int64_t i) {
-                         const float* const factor = place(i);
-                         const int64_t row = params.rows[start + i];
-                         const bool known = factor && row >= 0 && row < params.hidden.rows;
-                         if (!known) return Term<T>{0.0f, nullptr};
-                         return Term<T>{*factor, row_at<const T>(params.hidden, row)};
-                     });
+        weighted_sum<T>(row_at<Out>(dweight, column), dweight.columns, terms,
+                        params.add ? Store::kAdded : Store::kStreamed, [&](int64_t i) {
+                            const float* const factor = place(i);
+                            const int64_t row = params.rows[start + i];
+                            const bool known = factor && row >= 0 && row < params.hidden.rows;
+                            if (!known) return Term<T>{0.0f, nullptr};
+                            return Term<T>{*factor, row_at<const T>(params.hidden, row)};
+                        });
         if (params.dbias == nullptr) continue;
         double sum = 0.0;
         for (int64_t i = 0; i < terms; ++i) sum += place(i) ? *place(i) : 0.0f;

@@ -34,6 +34,12 @@ void for_chunk(int64_t chunk, int64_t count, F f) {
     for (int64_t i = begin; i < end; ++i) f(i);
 }
 
+int64_t bin_of_value(const SortSetsParams& params, int64_t k) {
+    const Columns& columns = params.columns;
+    const int64_t column = params.sets.token_ids[k] - (columns.shard ? columns.shard[0] : 0);
+    return std::clamp<int64_t>(column, -1, columns.count) + 1;
+}
+
 }  // namespace
 
 void count_tokens(const PrepareParams& params, TokenCounts& counts, int64_t* sequence_counts) {
@@ -75,6 +81,22 @@ double* sums_of_equal(const int64_t* labels, const double* values, int64_t K) {
 void find_labels_chunk(const FindLabelsParams& params, int64_t chunk) {
     const int64_t count = params.sets.rows * params.labels_per_row;
     for_chunk(chunk, count, [&](int64_t i) { find_label(params, i); });
+}
+
+void count_columns(const SortSetsParams& params, int64_t begin, int64_t end, int64_t* counts) {
+    for (int64_t k = begin; k < end; ++k) ++counts[bin_of_value(params, k)];
+}
+void sort_values(const SortSetsParams& params, int64_t begin, int64_t end, int64_t* places) {
+    const Sets& sets = params.sets;
+    const int64_t* const first_behind =
+        std::upper_bound(sets.offsets, sets.offsets + sets.rows, begin);
+    int64_t row = std::max<int64_t>(first_behind - sets.offsets - 1, 0);
+    for (int64_t k = begin; k < end; ++k) {
+        while (row + 1 < sets.rows && sets.offsets[row + 1] <= k) ++row;
+        const int64_t place = places[bin_of_value(params, k)]++;
+        params.order[place] = k;
+        params.rows[place] = (int32_t)row;
+    }
 }
 
 void sequence_mean(const SequenceMeanParams& params, int64_t k) {
