@@ -46,7 +46,7 @@ def prepared(batch: Batch) -> tuple[Any, Batch, Callable[[], None]]:
     return model, own, forward
 
 
-class Step:
+class TrainingStep:
     """The model forwards and backwards, with a loss or with the mean of its hidden states.
 
     Attributes:
@@ -80,13 +80,16 @@ class Step:
 
 
 def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
-    alone = Method("decoder alone", yardstick=partial(Step, method=None), module=MODULE)
+    alone = Method("decoder alone", yardstick=partial(TrainingStep, method=None), module=MODULE)
     for sweep, N in zip(STEPS, (64 * 64, 16 * 512), strict=True):
         for dtype in dict.fromkeys(("float32", half("hidden", device))):
             case = Case.of("hidden", "loss", "SmolLM2-135M", N, dtype=dtype, sweep=sweep)
             forms = [""] if dtype == "float32" else ["", "float32 logits"]
             methods = [*HEADS, *ours(device, *forms)]
-            steps = [replace(m, yardstick=partial(Step, method=m), module=MODULE) for m in methods]
+            steps = [
+                replace(m, yardstick=partial(TrainingStep, method=m), module=MODULE)
+                for m in methods
+            ]
             yield case, [alone, *steps]
 
 
