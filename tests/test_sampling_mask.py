@@ -507,3 +507,24 @@ def test_the_counting_sort_is_that_of_pytorch(threads, first):
             assert_same(got[1][here], rows[here])
         assert_same(got[0].sort().values, order.sort().values)
         assert ((got[1] >= 0) & (got[1] < max(1, len(offsets) - 1))).all()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("terms", [1, 3, 4, 5, 63, 64, 65, 128, 130])
+def test_sums_of_many_rows_on_a_cpu(dtype, terms):
+    """Around the numbers of rows that are added at once; those without a factor hold NaN."""
+    width, ids = 37, torch.arange(terms + 2).int()
+    matrix = torch.randn(terms + 2, width).to(dtype)
+    factors = torch.randn(terms + 2)
+    factors[[0, terms // 2 + 1]] = 0.0
+    matrix[factors == 0.0] = torch.nan
+    of_row, of_column = torch.full((1, width), torch.nan), torch.full((1, width), torch.nan)
+    ops, offsets = torch.ops.bapo_kernels, torch.tensor([0, terms + 2])
+    ops.sets_dhidden(factors, matrix, ids, offsets, None, None, of_row)
+    order = torch.arange(terms + 2), ids, offsets
+    ops.sets_dweight(factors, matrix, *order, False, of_column, None)
+    exact = factors.double() @ matrix.nan_to_num().double()
+    size = factors.double().abs() @ matrix.nan_to_num().double().abs()
+    for got in (of_row, of_column):
+        assert ((got[0] - exact).abs() <= 2.0**-24 * 20 * size).all()
