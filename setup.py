@@ -180,7 +180,7 @@ def binding(name: str) -> Unit:
 def units() -> list[Unit]:
     rows = [
         Unit(f"{name}_{isa}", f"csrc/cpu/{name}.cpp", [f"-DBAPO_ISA={isa}", *flags])
-        for name in ("row_pass", "sampling_sets")
+        for name in ("row_pass", "sample_rows", "sampling_sets")
         for isa, flags in INSTRUCTION_SETS.items()
     ]
     return [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .backends import choose
-from .checks import count, names_instead
+from .checks import count, names_instead, refuse
 from .config import BAPOConfig
 from .core.arguments.options import RowOptions, SoftmaxOptions
 from .core.arguments.prepare import prepared
@@ -45,6 +45,7 @@ def bapo_linear_loss(
     backend: str | None = None,
     chunk_tokens: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    gradient_samples: int | None = None,
     statistics: Statistics = "all",
     cu_seqlens: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,
@@ -122,19 +123,24 @@ def bapo_linear_loss(
         global_batch_size=global_batch_size,
         dp_size=dp_size,
     )
-    products = check_head(
-        *(hidden_states, lm_head_weight, bias, labels, logits_dtype, chunk_tokens, vocab_group)
-    )
+    parameters = hidden_states, lm_head_weight, bias
+    given = *parameters, labels, logits_dtype, chunk_tokens, vocab_group
+    products = check_head(*given, gradient_samples=gradient_samples)
     batch = old_log_probs, advantages, response_mask
     arguments = loss_arguments(labels, *batch, **options)
     backend = _choose(backend, hidden_states, products)
     weight, bias = local_head(lm_head_weight, bias, vocab_group)
     needs = _needs(hidden_states, weight, bias)
     arguments.check_ranks("bapo_linear_loss", backend, **_in_common(needs, products))
+    products = _sampled_where_it_saves(products, needs, backend, weight, vocab_group)
     if backend == "reference":
         operands = hidden_states.to(products.dtype), weight.to(products.dtype)
         return reference.bapo_linear_loss(
-            *(*operands, labels, *batch), bias=bias, logits_dtype=products.logits_dtype, **options
+            *(*operands, labels, *batch),
+            bias=bias,
+            logits_dtype=products.logits_dtype,
+            gradient_samples=products.gradient_samples,
+            **options,
         )
 
     call, parameters = prepared(backend, arguments, weight.shape[0]), (hidden_states, weight, bias)
@@ -166,6 +172,7 @@ def linear_log_probs(
     backend: str | None = None,
     chunk_tokens: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    gradient_samples: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`log_probs` of ``hidden_states @ lm_head_weight.T + bias``, a chunk of rows at a time.
 
@@ -198,14 +205,14 @@ def linear_log_probs(
         vocab_group=vocab_group,
     )
     parameters = hidden_states, lm_head_weight, bias
-    products = check_head(
-        *parameters, labels, logits_dtype, chunk_tokens, vocab_group, several=True
-    )
+    given = *parameters, labels, logits_dtype, chunk_tokens, vocab_group, True
+    products = check_head(*given, gradient_samples=gradient_samples)
     arguments = log_probs_arguments(labels, labels.ndim == hidden_states.ndim, **options)
     backend = _choose(backend, hidden_states, products)
     weight, bias = local_head(lm_head_weight, bias, vocab_group)
     needs = _needs(hidden_states, weight, bias)
     arguments.check_ranks("linear_log_probs", backend, **_in_common(needs, products))
+    products = _sampled_where_it_saves(products, needs, backend, weight, vocab_group)
     if backend == "reference":
         operands = hidden_states.to(products.dtype), weight.to(products.dtype)
         return reference.linear_log_probs(
@@ -214,6 +221,7 @@ def linear_log_probs(
             bias=bias,
             return_entropy=return_entropy,
             logits_dtype=products.logits_dtype,
+            gradient_samples=products.gradient_samples,
             **options,
         )
     call = prepared(backend, arguments, weight.shape[0])
@@ -308,6 +316,25 @@ def _in_common(needs: tuple[bool, ...], products: Products) -> dict[str, Any]:
 def _leaves_unscaled(needs: tuple[bool, ...], products: Products) -> bool:
     """Whether forward makes the gradients of log-probs, to be scaled in backward.
 
-    In float16 that would lose small probabilities, which a gradient times a loss scale keeps.
+    In float16 that would lose small probabilities, which a gradient times a loss scale keeps. The
+    entries of a sample take less memory.
     """
-    return needs == (True, False, False) and products.dtype != torch.float16
+    is_exact = products.gradient_samples is None
+    return needs == (True, False, False) and products.dtype != torch.float16 and is_exact
+
+
+def _sampled_where_it_saves(
+    products: Products,
+    needs: tuple[bool, ...],
+    backend: str,
+    weight: Tensor,
+    vocab_group: dist.ProcessGroup | None,
+) -> Products:
+    """Exact products where there is no gradient, or where all entries of a row would be kept."""
+    samples = products.gradient_samples
+    if samples is not None and backend in ("cuda", "triton"):
+        refuse(
+            "gradient_samples", f"be None with backend={backend!r}, which has no samples", samples
+        )
+    is_whole = samples is not None and vocab_group is None and samples >= weight.shape[0]
+    return products._replace(gradient_samples=None) if is_whole or not any(needs) else products

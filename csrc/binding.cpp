@@ -94,6 +94,9 @@ struct Cpu {
         run_queue(params.rows.count(), params,
                   params.rows.are_sets() ? set_kernels().gradient : row_kernels().row_gradient);
     }
+    static void sample_rows(const SampleParams& params, const Tensor&) {
+        run_queue(params.rows.count(), params, row_kernels().sample);
+    }
     static void scale(const LogitRows& rows, const float* factor, const Tensor&) {
         if (*factor == 1.0f) return;
         run_queue(rows.count(), cpu::ScaleParams{rows, *factor}, row_kernels().scale);

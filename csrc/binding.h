@@ -102,16 +102,18 @@ void row_pass(Tensor logits, Tensor dlogits, OptionalTensor offsets, Tensor labe
 template <typename Backend>
 void row_gradient(Tensor logits, Tensor dlogits, OptionalTensor offsets, Tensor labels,
                   Tensor stats, Tensor entropy, Tensor dlog_probs, OptionalTensor dentropy,
-                  OptionalTensor only, OptionalTensor tokens, int64_t present,
+                  OptionalTensor only, OptionalTensor drawn, OptionalTensor tokens, int64_t present,
                   std::vector<double> options) {
     const Reader read(logits);
     const LogitRows rows = read.rows(logits, dlogits, offsets);
     const int64_t N = rows.count();
+    STD_TORCH_CHECK(!drawn || rows.are_sets(), "drawn must be of sets");
     auto params = row_params<RowGradientParams>(read, rows, labels, read.fields(tokens, present, N),
                                                 options_of(options), entropy, stats);
     params.dlog_probs = read.data<double>(dlog_probs, N * params.labels_per_row, "dlog_probs");
     params.dentropy = read.data<double>(dentropy, N, "dentropy");
     params.only = read.data<uint8_t>(only, N, "only");
+    params.drawn = reinterpret_cast<Drawn*>(read.data<double>(drawn, kDrawn * N, "drawn"));
     Backend::row_gradient(params, logits);
 }
 

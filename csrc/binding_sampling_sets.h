@@ -1,6 +1,6 @@
-// The operators between rows and sampling sets, and on the head of sets, over binding.h, which has
-// those on rows of either kind. Ids and offsets are not read here, which would wait for the device:
-// the kernels find out what is broken in them.
+// The operators between rows and sampling sets, on the head of sets, and of samples, over
+// binding.h, which has those on rows of either kind. Ids and offsets are not read here, which would
+// wait for the device: the kernels find out what is broken in them.
 #pragma once
 
 #include "binding.h"
@@ -29,6 +29,34 @@ inline SetHead head_of(const Reader& read, const Tensor& hidden, const Tensor& w
     const int64_t V = weight.size(0), H = hidden.size(1);
     return {read.matrix(hidden, rows, H, "hidden"), read.matrix(weight, V, H, "weight"),
             read.data<float>(bias, V, "bias")};
+}
+
+template <typename Backend>
+void sample_rows(Tensor logits, Tensor labels, Tensor stats, Tensor beside, Tensor seeds,
+                 OptionalTensor shard, int64_t samples, OptionalTensor tokens, int64_t present,
+                 std::vector<double> options, Tensor counts, Tensor ids, Tensor values,
+                 Tensor drawn) {
+    const Reader read(logits);
+    SampleParams params{};
+    params.rows = read.rows(logits, {}, {});
+    const int64_t N = params.rows.count(), K = params.labels_per_row = labels_per_row(labels);
+    const Fields fields = read.fields(tokens, present, N);
+    params.rows.transform = options_of(options).transform(fields[Field::temperatures]);
+    params.labels = read.data<int64_t>(labels, N * K, "labels");
+    params.stats = read.data<double>(stats, 2 * N, "stats");
+    params.beside = read.data<double>(beside, N, "beside");
+    params.seeds = read.data<int32_t>(seeds, N, "seeds");
+    params.columns = columns_of(read, params.rows.vocab, shard);
+    params.samples = samples;
+    STD_TORCH_CHECK(ids.dim() == 2, "ids must be a matrix");
+    params.places = ids.size(1);
+    STD_TORCH_CHECK(samples >= 1 && params.places >= K,
+                    "samples must be positive, and ids have a place for each label");
+    params.counts = read.data<int32_t>(counts, N, "counts");
+    params.ids = read.data<int32_t>(ids, N * params.places, "ids");
+    params.values = read.data<float>(values, N * params.places, "values");
+    params.drawn = reinterpret_cast<Drawn*>(read.data<double>(drawn, kDrawn * N, "drawn"));
+    Backend::sample_rows(params, logits);
 }
 
 template <typename Backend>
@@ -141,6 +169,7 @@ void sets_dweight(Tensor dvalues, Tensor hidden, Tensor order, Tensor rows, Tens
 template <typename Backend, typename Library>
 void register_operators(Library& m) {
     register_operators_on_rows<Backend>(m);
+    m.impl("sample_rows", TORCH_BOX(&sample_rows<Backend>));
     m.impl("find_labels", TORCH_BOX(&find_labels<Backend>));
     m.impl("gather_sets", TORCH_BOX(&gather_sets<Backend>));
     m.impl("multiply_sets", TORCH_BOX(&multiply_sets<Backend>));

@@ -42,6 +42,7 @@ struct RowKernels {
     void (*row_pass)(const RowPassParams&, RowQueue&);
     void (*row_gradient)(const RowGradientParams&, RowQueue&);
     void (*scale)(const ScaleParams&, RowQueue&);
+    void (*sample)(const SampleParams&, RowQueue&);
     const SetKernels& sets;
 };
 // The widest instruction set that this processor has; or by name, null if it cannot run here.

@@ -244,12 +244,38 @@ struct RowGradientParams {
     const double* dentropy;
     const uint8_t* only;  // rows to write; null: all
     int64_t labels_per_row = 1;
+    const struct Drawn* drawn = nullptr;  // of rows that are samples
 };
 
 // The columns here: the whole vocabulary, or [first, first + count) of a total known on the device.
 struct Columns {
     int64_t count;
     const int64_t* shard;  // (first, total)
+};
+
+// The sample that stands for a row in its gradient, in units of its 2^t: each smaller id that was
+// drawn, which is below the threshold, stands for `part`, and for part*t + shift in the place of
+// t*2^t. mass: of all smaller ids.
+struct Drawn {
+    double threshold, part, shift, mass;
+};
+constexpr int kDrawn = sizeof(Drawn) / sizeof(double);
+
+// Draws the ids that are kept of each row, with their logits.
+struct SampleParams {
+    LogitRows rows;
+    const int64_t* labels;  // ascending in each row; those without a column are not in [0, vocab)
+    int64_t labels_per_row;
+    const double* stats;   // of row_pass
+    const double* beside;  // 1 - p of the labels
+    const int32_t* seeds;
+    Columns columns;
+    int64_t samples;  // the most that are expected beside the labels
+    int64_t places;   // of each row
+    int32_t* counts;
+    int32_t* ids;   // [rows, places]
+    float* values;  // [rows, places]
+    Drawn* drawn;
 };
 
 struct FindLabelsParams {

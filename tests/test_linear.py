@@ -133,8 +133,9 @@ def check(parameters, case, backend, statistics="all", function=bapo_linear_loss
     given = parameters, case.with_options(statistics=statistics)
     got = run(function, *given, backend=backend, **options)
     of_reference = {name: options[name] for name in ("frozen", "logits_dtype") if name in options}
-    expected = partial(run, reference.bapo_linear_loss, *given)
-    truth = expected(torch.float64, options.get("frozen", False))
+    sampled = dict(gradient_samples=options.get("gradient_samples"))
+    expected = partial(run, reference.bapo_linear_loss, *given, **sampled)
+    truth = expected(torch.float64, frozen=options.get("frozen", False))
     assert {gradient.dtype for gradient in got.gradients} == {parameters[0].dtype}
     assert not any(value.isnan() for value in truth.output.metrics.values())
     outside = [r.output.metrics.get("label_outside_mask") for r in (got, truth)]

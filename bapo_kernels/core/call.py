@@ -47,11 +47,15 @@ class Sequences(NamedTuple):
 
 
 class Products(NamedTuple):
-    """How logits are made: the dtype of the products, that of the logits, the most rows at once."""
+    """How logits are made: the dtype of the products, that of the logits, the most rows at once.
+
+    Also how many of them a row's gradient is expected to have, beside its labels; ``None``: all.
+    """
 
     dtype: torch.dtype
     logits_dtype: torch.dtype
     chunk_tokens: int | None = None
+    gradient_samples: int | None = None
 
 
 class SamplingSets(NamedTuple):

@@ -53,9 +53,10 @@ _ROW_PASS = (
     f"{_ROWS}, Tensor counted, Tensor weights, {_TOKENS}, Tensor? bounds, {_OPTIONS}, "
     f"{_STATISTICS}, Tensor(d!) undecided"
 )
+# drawn: float64 [N, 4], of rows that are samples, in the units of their stats (csrc/params.h).
 _ROW_GRADIENT = (
     f"{_ROWS}, Tensor stats, Tensor entropy, Tensor dlog_probs, Tensor? dentropy, Tensor? only, "
-    f"{_TEMPERATURES}, {_OPTIONS}"
+    f"Tensor? drawn, {_TEMPERATURES}, {_OPTIONS}"
 )
 # log_ratios: float64 [N], in the place of log_probs - old_log_probs.
 _SEARCHED = f"Tensor log_probs, Tensor counted, Tensor? log_ratios, {_TOKENS}, {_OPTIONS}"
@@ -140,6 +141,15 @@ SCHEMAS = {
         "Tensor dvalues, Tensor hidden, Tensor order, Tensor rows, Tensor segments, bool add, "
         "Tensor(a!) dweight, Tensor(b!)? dbias"
     ),
+    # Draws the samples of rows that reference/sampled.py defines: the ids that are kept, in the
+    # whole vocabulary, ascending, and their logits, in the first places of each row of ids and
+    # values, [N, places]. labels ascend in each row; beside: 1 - p of the labels, float64 [N];
+    # seeds: int32 [N]. A row that needs more places has a value of NaN.
+    "sample_rows": (
+        "Tensor logits, Tensor labels, Tensor stats, Tensor beside, Tensor seeds, Tensor? shard, "
+        f"int gradient_samples, {_TEMPERATURES}, {_OPTIONS}, Tensor(a!) counts, Tensor(b!) ids, "
+        "Tensor(c!) values, Tensor(d!) drawn"
+    ),
     # x *= factor; a factor of 1 returns at once.
     "scale_": "Tensor(a!) x, Tensor factor",
 }
@@ -161,8 +171,8 @@ for _namespace, _library in _libraries.items():
 
 _HEAD = (
     f"{_HEAD_OPERANDS}, Tensor labels, Tensor counted, {_TEMPERATURES}, {_OPTIONS}, "
-    "ScalarType dtype, ScalarType logits_dtype, int? chunk_tokens, str backend, "
-    "Tensor? shard_sizes, str? group, Tensor? token_ids, Tensor? offsets"
+    "ScalarType dtype, ScalarType logits_dtype, int? chunk_tokens, int? gradient_samples, "
+    "str backend, Tensor? shard_sizes, str? group, Tensor? token_ids, Tensor? offsets"
 )
 
 # The loops over chunks in ``head``, for all backends. They read from the device how many rows are
@@ -170,12 +180,15 @@ _HEAD = (
 HEAD_SCHEMAS = {
     # Returns log-probs, entropy and stats, as row_statistics; if unscaled, the gradient of each
     # log-prob with respect to its hidden state, otherwise the values of the sets; empty tensors for
-    # the rest. Several labels per row get both, and of the gradient the part that they share.
-    "head_forward": f"(bool unscaled, {_HEAD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # the rest. Several labels per row get both, and of the gradient the part that they share. With
+    # gradient_samples also the sample (values, token_ids, offsets, drawn), and no gradient.
+    "head_forward": (
+        f"(bool unscaled, {_HEAD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])"
+    ),
     # Returns the gradients of hidden, weight and bias that are needed.
     "head_backward": (
         "(Tensor? dlog_probs, Tensor? dentropy, Tensor[] statistics, Tensor values, "
-        f"Tensor? unscaled, bool[] needs, {_HEAD}) -> Tensor[]"
+        f"Tensor[] sample, Tensor? unscaled, bool[] needs, {_HEAD}) -> Tensor[]"
     ),
     # Returns log-probs and ids [N, k].
     "head_top_k": f"(SymInt k, {_HEAD}) -> (Tensor, Tensor)",
@@ -184,18 +197,23 @@ HEAD_SCHEMAS = {
 
 def _fake_head_forward(
     unscaled: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *args: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     log_probs = torch.empty_like(labels, dtype=torch.float64)
     entropy = log_probs.new_empty(labels.shape[:1])
     gradient = hidden.new_empty(hidden.shape if unscaled else 0)
-    token_ids = args[-2]
+    *_, gradient_samples, _, _, _, token_ids, _ = args
     keeps = token_ids is not None and (not unscaled or labels.ndim == 2)
     values = hidden.new_empty(token_ids.shape if keeps else 0, dtype=torch.float32)
-    return log_probs, entropy, log_probs.new_empty((*entropy.shape, 2)), gradient, values
+    sample = []
+    if gradient_samples is not None:
+        N, entries = labels.shape[0], torch.library.get_ctx().new_dynamic_size()
+        kept = labels.new_empty(entries, dtype=torch.int32), labels.new_empty(N + 1)
+        sample = [hidden.new_empty(entries, dtype=torch.float32), *kept, log_probs.new_empty(N, 4)]
+    return log_probs, entropy, log_probs.new_empty((*entropy.shape, 2)), gradient, values, sample
 
 
 def _fake_head_backward(*args: Any) -> list[Tensor]:
-    needs, parameters = args[5], args[6:9]
+    needs, parameters = args[6], args[7:10]
     return [p.new_empty(p.shape) for p, n in zip(parameters, needs, strict=True) if n]
 
 

@@ -150,16 +150,18 @@ def second_pass(
     coefficients: Coefficients,
     out: Tensor | None = None,
     only: Tensor | None = None,
+    drawn: Tensor | None = None,
 ) -> None:
     """Makes the gradients of rows whose coefficients are known; logits of rows with a set get 0.
 
     Args:
         out: where the gradients go; ``None``: over the rows.
         only: uint8 ``[N]``, the rows it is about; ``None``: all.
+        drawn: what the smaller values of rows that are samples stand for.
     """
     if rows.offsets is None and only is None and call.sets is not None:
         coefficients = coefficients.without(call.sets.present)
-    given = rows.offsets, rows.labels, found.stats, found.entropy, *coefficients, only
+    given = rows.offsets, rows.labels, found.stats, found.entropy, *coefficients, only, drawn
     arguments = rows.data, *given, *call.temperatures, call.options
     if out is None:
         ops_of(call.backend).row_gradient_(*arguments)

@@ -217,6 +217,7 @@ def bapo_loss(
     temperature: float | Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
     vocab_group: dist.ProcessGroup | None = None,
+    gradient_samples: int | None = None,
     **options: Unpack[LossOptions],
 ) -> BAPOOutput:
     """:func:`log_probs`, then :func:`bapo_loss_from_log_probs`. ``logits``: ``[..., V]``.
@@ -253,6 +254,7 @@ def bapo_loss(
         logit_scale=config.logit_scale,
         final_logit_softcapping=config.final_logit_softcapping,
         sampling_mask=sampling_mask,
+        gradient_samples=gradient_samples,
     )
     output = bapo_loss_from_log_probs(
         logp, old_log_probs, advantages, unmasked, entropy=entropy, **options
@@ -273,6 +275,7 @@ def bapo_linear_loss(
     *,
     bias: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
+    gradient_samples: int | None = None,
     **options: Unpack[RowOptions],
 ) -> BAPOOutput:
     """:func:`bapo_loss` of ``hidden_states @ lm_head_weight.T + bias``.
@@ -292,7 +295,7 @@ def bapo_linear_loss(
     unmasked = unmasked & (labels.long() != IGNORE_INDEX)
     logits = head_logits(*parameters, unmasked, vocab_group, logits_dtype)
     options["vocab_group"] = None  # all columns are here now
-    return bapo_loss(logits, labels, *batch, **options)
+    return bapo_loss(logits, labels, *batch, gradient_samples=gradient_samples, **options)
 
 
 def _kl(logp: Tensor, ref: Tensor, kind: str) -> Tensor:

@@ -63,6 +63,31 @@ def sample(log_p: Tensor, labels: Tensor, seeds: Tensor, gradient_samples: int) 
     return Sample(is_label | large | drawn, made(p, part), made(exact, shift - part * log_ratio))
 
 
+def with_sampled_gradient(
+    x: Tensor, log_p: Tensor, labels: Tensor, logp: Tensor, entropy: Tensor, gradient_samples: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probs ``[..., K]`` and entropies ``[...]``, with the gradients of a :func:`sample`.
+
+    Args:
+        x: ``[..., V]``, whose log-softmax is ``log_p``; finite.
+    """
+    V, K = log_p.shape[-1], labels.shape[-1]
+    rows, ids = log_p.detach().reshape(-1, V), labels.reshape(-1, K)
+    first = logp.detach().reshape(-1, K)[:, :1], entropy.detach().reshape(-1, 1)
+    seeds = row_seeds(torch.cat(first, 1).double(), ids)
+    _, p, dentropy = (each.view(x.shape) for each in sample(rows, ids, seeds, gradient_samples))
+    at_labels = x.gather(-1, labels.clamp(0, V - 1))
+    dlogp = torch.where(
+        (labels >= 0) & (labels < V), at_labels - (p * x).sum(-1, keepdim=True), 0.0
+    )
+    return _with_gradient(logp, dlogp), _with_gradient(entropy, (dentropy * x).sum(-1))
+
+
+def _with_gradient(values: Tensor, of: Tensor) -> Tensor:
+    """These values, with the gradient of others."""
+    return values.detach() + (of - of.detach())
+
+
 def row_seeds(statistics: Tensor, labels: Tensor) -> Tensor:
     """int32 ``[N]`` from the bits of float64 ``[N, S]`` statistics and the first label of a row."""
     bits = statistics.contiguous().view(torch.int64)

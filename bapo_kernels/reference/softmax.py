@@ -1,6 +1,6 @@
 """Log-probabilities of the labels, and the entropy of their rows.
 
-Imports ``tokens``, ``sampling_sets`` and the checks; nothing of the kernels, whose truth it is.
+Imports the other files of the reference and the checks; nothing of the kernels, whose truth it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..core.arguments.single import check_head, check_logits
 from ..core.arguments.together import log_probs_arguments
 from ..core.distributed import local_head, whole_vocabulary
 from ..sampling_mask import SamplingMask
+from .sampled import with_sampled_gradient
 from .sampling_sets import allowed_tokens
 from .tokens import per_token
 
@@ -37,6 +38,7 @@ def log_probs(
     return_entropy: bool = True,
     sampling_mask: SamplingMask | None = None,
     vocab_group: dist.ProcessGroup | None = None,
+    gradient_samples: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``logp = x_label - logsumexp(x)`` and ``entropy = logsumexp(x) - sum_j p_j x_j``.
 
@@ -52,6 +54,8 @@ def log_probs(
         sampling_mask: a set for each of the labels: ``x_j`` is -inf for every ``j`` that is not in
             it, whatever the logit. A set that breaks a rule makes its log-prob and entropy NaN.
         vocab_group: its ranks have ``logits`` of the vocabulary's parts, which are gathered.
+        gradient_samples: gradients are those of :mod:`bapo_kernels.reference.sampled`, except of
+            rows with a set.
 
     Examples:
         >>> logits = torch.zeros(1, 4, dtype=torch.float64)
@@ -98,12 +102,18 @@ def log_probs(
         logp = logp.masked_fill(logp == -torch.inf, -torch.inf)  # without a gradient
     logp = torch.where(known & ~wrong[..., None], logp, torch.nan)
     logp = torch.where(given, logp, 0.0)
-    entropy = None
-    if return_entropy:
-        entropy = -(log_p.exp() * log_p.masked_fill(forbidden, 0.0)).sum(-1)
-        entropy = torch.where(wrong, torch.nan, entropy)
-        entropy = torch.where(unmasked, entropy, 0.0)
-    return logp if several else logp.squeeze(-1), entropy
+    entropy = -(log_p.exp() * log_p.masked_fill(forbidden, 0.0)).sum(-1)
+    entropy = torch.where(wrong, torch.nan, entropy)
+    entropy = torch.where(unmasked, entropy, 0.0)
+    if gradient_samples is not None:
+        rows = x.masked_fill(forbidden, 0.0), log_p, torch.where(given, ids, IGNORE_INDEX)
+        drawn = with_sampled_gradient(*rows, logp, entropy, gradient_samples)
+        exact = torch.zeros_like(unmasked)
+        if sampling_mask is not None:
+            exact = (sampling_mask.offsets.diff() > 0).view(unmasked.shape)
+        logp = torch.where(exact[..., None], logp, drawn[0])
+        entropy = torch.where(exact, entropy, drawn[1])
+    return logp if several else logp.squeeze(-1), entropy if return_entropy else None
 
 
 def linear_log_probs(
@@ -114,6 +124,7 @@ def linear_log_probs(
     bias: Tensor | None = None,
     return_entropy: bool = True,
     logits_dtype: torch.dtype | None = None,
+    gradient_samples: int | None = None,
     **options: Unpack[SoftmaxOptions],
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`log_probs` of ``hidden_states @ lm_head_weight.T + bias``.
@@ -135,7 +146,13 @@ def linear_log_probs(
     if labels.ndim == hidden_states.ndim:
         unmasked = unmasked.any(-1)
     logits = head_logits(*parameters, unmasked, vocab_group, logits_dtype)
-    return log_probs(logits, labels, return_entropy=return_entropy, **options)
+    return log_probs(
+        logits,
+        labels,
+        return_entropy=return_entropy,
+        gradient_samples=gradient_samples,
+        **options,
+    )
 
 
 def linear_top_k(

@@ -190,9 +190,11 @@ inline void fill_row(T* row, int64_t vocab, bool streamed, F vector_at) {
 
 // d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + entropy)] * d x_j/d z_j
 //           = 2^t_j*(a*t_j + b) * derivative_j; the label's entry is computed separately.
-template <bool kSoftcap, bool kKept, typename T>
+// Below the threshold of a sample, part*(a*t_j + b) + a*shift takes the place of the first factor.
+template <bool kSoftcap, bool kKept, typename T, bool kSampled = false>
 void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transform, int64_t label,
-                  float origin, double sum, double entropy, RowCoefficients coefficients) {
+                  float origin, double sum, double entropy, RowCoefficients coefficients,
+                  const Drawn& drawn) {
     const double log_sum = std::log(sum), bonus = coefficients.entropy_bonus;
     const float scale = base2_scale(transform);
     const float a = (float)(bonus * kLn2 / sum * transform.slope);
@@ -201,7 +203,13 @@ void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transfo
     const auto gradient = [&](VFloat z) {
         const VFloat y = transformed<kSoftcap>(z, transform);
         const VFloat t = (y - origin) * scale;
-        const VFloat dx = a == 0.0f ? exp2_for<T>(t) * b : exp2_for<T>(t) * (a * factor_of(t) + b);
+        VFloat e = exp2_for<T>(t), shift = {};
+        if constexpr (kSampled) {
+            const VInt is_small = e < (float)drawn.threshold;
+            e = is_small ? splat((float)drawn.part) : e;
+            shift = is_small ? splat(a * (float)drawn.shift) : shift;
+        }
+        const VFloat dx = a == 0.0f ? e * b : e * (a * factor_of(t) + b) + shift;
         return dx * derivative<kSoftcap>(y);
     };
 

@@ -40,8 +40,12 @@ void scale(const cpu::ScaleParams& params, cpu::RowQueue& queue) {
 
 namespace bapo::cpu {
 extern const SetKernels BAPO_CONCAT(kSetKernels_, BAPO_ISA);
+void BAPO_CONCAT(sample_rows_, BAPO_ISA)(const SampleParams&, RowQueue&);
 extern const RowKernels BAPO_CONCAT(kRowKernels_, BAPO_ISA);
-const RowKernels BAPO_CONCAT(kRowKernels_, BAPO_ISA){BAPO_STRING(BAPO_ISA), ::row_pass,
-                                                     ::row_gradient, ::scale,
+const RowKernels BAPO_CONCAT(kRowKernels_, BAPO_ISA){BAPO_STRING(BAPO_ISA),
+                                                     ::row_pass,
+                                                     ::row_gradient,
+                                                     ::scale,
+                                                     BAPO_CONCAT(sample_rows_, BAPO_ISA),
                                                      BAPO_CONCAT(kSetKernels_, BAPO_ISA)};
 }  // namespace bapo::cpu

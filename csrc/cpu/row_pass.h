@@ -79,13 +79,13 @@ void pass_row(const RowPassParams& params, int64_t index, double (*absent)(int64
         (keep ? row_gradient<kSoftcap, true, T>
               : row_gradient<kSoftcap, false, T>)(row.logits, row.grad, rows.vocab, transform,
                                                   labels[0], stats.origin, stats.sum,
-                                                  stats.entropy(), decision.coefficients);
+                                                  stats.entropy(), decision.coefficients, {});
     }
 }
 
 // Writes the gradient of a row, then those of its labels. In place the latter are computed before
 // the logits are overwritten, otherwise afterwards, when the row is in the cache.
-template <typename T, bool kSoftcap>
+template <typename T, bool kSoftcap, bool kSampled = false>
 void finish_row(const RowGradientParams& params, int64_t index) {
     if (params.only && !params.only[index]) return;
     const LogitRows& rows = params.rows;
@@ -118,8 +118,9 @@ void finish_row(const RowGradientParams& params, int64_t index) {
     };
     const bool in_place = row.logits == row.grad;
     if (in_place) for_columns(to_gradients);
-    row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, transform, kIgnoredLabel,
-                                  origin, sum, entropy, all);
+    const Drawn drawn = kSampled ? params.drawn[index] : Drawn{};
+    row_gradient<kSoftcap, false, T, kSampled>(row.logits, row.grad, rows.vocab, transform,
+                                               kIgnoredLabel, origin, sum, entropy, all, drawn);
     if (!in_place) for_columns(to_gradients);
     for_columns([&](int64_t k, int64_t label) { store_scalar(row.grad + label, (float)sums[k]); });
 }

@@ -66,13 +66,13 @@ void pass_set(const RowPassParams& params, int64_t index) {
     pass_row<float, kSoftcap>(row, index, log_prob_without_position);
 }
 
-template <bool kSoftcap>
+template <bool kSoftcap, bool kSampled>
 void finish_set(const RowGradientParams& params, int64_t index) {
     const SetOfRow set = set_of(params.rows.sets, index);
     if (set.absent()) return;
     RowGradientParams row = params;
     row.rows = row_of_set(params.rows, set);
-    finish_row<float, kSoftcap>(row, index);
+    finish_row<float, kSoftcap, kSampled>(row, index);
 }
 
 // ---- products with the head ------------------------------------------------------------------
@@ -305,8 +305,10 @@ void head_pass(const HeadSetPassParams& params, cpu::RowQueue& queue) {
                 });
 }
 void gradient(const RowGradientParams& params, cpu::RowQueue& queue) {
-    with_softcap(params.rows.transform,
-                 [&]<bool kSoftcap>() { take_rows(params, queue, finish_set<kSoftcap>); });
+    with_softcap(params.rows.transform, [&]<bool kSoftcap>() {
+        take_rows(params, queue,
+                  params.drawn ? finish_set<kSoftcap, true> : finish_set<kSoftcap, false>);
+    });
 }
 void dhidden(const SetHiddenGradientParams& params, cpu::RowQueue& queue) {
     with_dtypes(params.weight.dtype, params.dhidden.dtype, [&]<typename T, typename Out>(T, Out) {

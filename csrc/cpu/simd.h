@@ -58,6 +58,19 @@ inline VFloat vmin(VFloat a, VFloat b) {
 #endif
 }
 
+// Whether a lane is not 0, of lanes that are 0 or -1.
+inline bool any(VInt v) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)v) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)v) != 0;
+#else
+    int32_t lanes = 0;
+    for (int i = 0; i < kLanes; ++i) lanes |= v[i];
+    return lanes != 0;
+#endif
+}
+
 inline float reduce_max(VFloat v) {
     float result = v[0];
     for (int i = 1; i < kLanes; ++i) result = v[i] > result ? v[i] : result;

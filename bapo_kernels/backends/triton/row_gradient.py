@@ -156,11 +156,13 @@ def row_gradient(
     dlog_probs: Tensor,
     dentropy: Tensor | None,
     only: Tensor | None,
+    drawn: Tensor | None,
     tokens: Tensor | None,
     present: int,
     options: list[float],
     dlogits: Tensor,
 ) -> None:
+    assert drawn is None
     present &= bits(TEMPERATURES)
     softcapped, numbers = transform(options, bool(present))
     shape = row_shape(logits, softcapped) if offsets is None else set_shape()
@@ -197,3 +199,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
         *(x, factor, rows, *sizes[:4], ALIGN, shape.W, shape.UNROLL),
         **limits(shape.num_warps, registers=64),
     )
+
+
+def sample_rows(*arguments: Any) -> None:
+    raise NotImplementedError("samples have no Triton kernels")

@@ -34,6 +34,7 @@ from ..call import Products
 
 _PAPER = BAPOConfig()  # made once, since its checks take longer than a tiny loss
 _MASK_DTYPES = (torch.bool, *NUMBERS)
+_MOST_SAMPLES = 2**16
 _SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 
@@ -74,6 +75,7 @@ def check_head(
     chunk_tokens: int | None = None,
     vocab_group: Any = None,
     several: bool = False,
+    gradient_samples: int | None = None,
 ) -> Products:
     """``hidden_states [..., H]``, ``lm_head_weight [V, H]``, ``bias [V]``, ``labels [...]``.
 
@@ -104,6 +106,11 @@ def check_head(
         check_labels(labels, hidden_states, "hidden_states", several)
     if chunk_tokens is not None:
         count("chunk_tokens", chunk_tokens, "be None or an integer >= 1")
+    if gradient_samples is not None:
+        integer = f"be None or an integer from 1 to {_MOST_SAMPLES:,}"
+        gradient_samples = count("gradient_samples", gradient_samples, integer)
+        in_range = gradient_samples <= _MOST_SAMPLES
+        require(in_range, "gradient_samples", integer, gradient_samples)
     dtype, device = hidden_states.dtype, hidden_states.device
     # Torch has no autocast of meta tensors; that they have no values is said later.
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
@@ -116,7 +123,7 @@ def check_head(
     if not (logits_dtype in (None, dtype) or widens):
         float32 = f"torch.float32 for hidden states of half precision (here {dtype})"
         refuse("logits_dtype", f"be None, or {float32}", logits_dtype)
-    return Products(dtype, logits_dtype or dtype, chunk_tokens)
+    return Products(dtype, logits_dtype or dtype, chunk_tokens, gradient_samples)
 
 
 def check_sampling_mask(mask: SamplingMask | None, labels: Tensor) -> None:

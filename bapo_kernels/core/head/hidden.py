@@ -1,7 +1,7 @@
 """The loss of hidden states: the rows of a call through the head, a chunk of logits at a time.
 
-Imports head, its sets, rows and tokens. What is kept until backward, gradients and never logits,
-is decided here, and which rows need a gradient GEMM.
+Imports head, its sets and samples, rows and tokens. What is kept until backward, gradients and
+never logits, is decided here, and which rows need a gradient GEMM.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..rows import (
 )
 from ..tokens import Coefficients, loss_of_log_probs, token_loss
 from .head import Head, HeadGradients
+from .sampled import loss_of_sample
 from .sets import HeldSets, add_set_statistics
 
 
@@ -39,6 +40,8 @@ def loss_of_hidden(
     with a sampling mask, which are in no chunk; undecided rows of the other chunks are recomputed
     then, or with a frozen head the gradients of their log-probs are scaled.
     """
+    if any(needs) and head.products.gradient_samples is not None:
+        return loss_of_sample(call, head, needs)
     counted = call.counted_logits.nonzero().squeeze(1)
     (*earlier, last), memory = head.chunks(counted, sums_weight=needs[1])
     if not any(needs):

@@ -20,11 +20,12 @@ from ..autograd import without_derivative
 from ..call import Call, Products, SamplingSets, bounds_tensor
 from ..distributed import VocabShard
 from ..operators import FIELDS, NATIVE, implement
-from ..rows import RowStatistics, finite_only, second_pass, set_rows
+from ..rows import RowStatistics, finite_only
 from ..tokens import Coefficients
 from .head import Head, HeadGradients
 from .hidden import Chunks, add_recomputed, chunk_statistics
-from .sets import HeldSets, add_set_gradients, add_set_statistics, hidden_gradient, multiplied
+from .sampled import Sample, add_sample, repeats, sampled_rows
+from .sets import HeldSets, add_second_pass, add_set_statistics, multiplied
 
 
 class HeadCall(NamedTuple):
@@ -38,6 +39,7 @@ class HeadCall(NamedTuple):
     dtype: torch.dtype
     logits_dtype: torch.dtype
     chunk_tokens: int | None
+    gradient_samples: int | None
     backend: str
     shard_sizes: Tensor | None = None
     group: str | None = None
@@ -63,24 +65,29 @@ class HeadCall(NamedTuple):
         given = self.counted.shape, self.counted, self.counted, self.fields, self.present
         options, labels = Options(*self.options), self.labels
         call = Call(options, self.backend, *given, labels=labels, shard=shard, sets=sets)
-        products = Products(self.dtype, self.logits_dtype, self.chunk_tokens)
+        products = Products(self.dtype, self.logits_dtype, self.chunk_tokens, self.gradient_samples)
         return call, Head.of(hidden, weight, bias, products, shard)
 
 
 def _head_forward(
     unscaled: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Statistics of the counted rows, a chunk at a time; ``others`` as :class:`HeadCall` has them.
 
     With ``unscaled`` also the gradient of each log-prob with respect to its hidden state, or of
     several labels per row what they have in common, ``sum_j p_j*dx_j/dz_j*W_j`` over the columns
-    that are none of them. That is of this rank's columns, and of rows without a set.
+    that are none of them. That is of this rank's columns, and of rows without a set. With
+    ``gradient_samples`` also the samples of the rows.
     """
     given = HeadCall(*others)
     call, head = given.restored(hidden, weight, bias)
     no_values = hidden.new_empty(0, dtype=torch.float32)
+    if given.gradient_samples is not None:
+        found, sample = sampled_rows(call, head)
+        values = no_values if call.sets is None else add_set_statistics(call, head, found)
+        return *found, hidden.new_empty(0), values, list(sample)
     if unscaled and given.labels.ndim == 1:
-        return *_log_prob_gradients(call, head, hidden), no_values
+        return *_log_prob_gradients(call, head, hidden), no_values, []
     chunks, memory = head.chunks(call.counted_logits.nonzero().squeeze(1))
     in_common = HeadGradients(head, (unscaled, False, False), True)
     found = chunk_statistics(call, head, chunks, memory, in_common if unscaled else None)
@@ -88,7 +95,7 @@ def _head_forward(
     gradient = hidden.new_empty(0)
     if in_common.hidden is not None:
         gradient = in_common.hidden.to(hidden.dtype).view(hidden.shape)
-    return *found, gradient, values
+    return *found, gradient, values, []
 
 
 def _log_prob_gradients(
@@ -131,6 +138,7 @@ def _head_backward(
     dentropy: Tensor | None,
     statistics: Sequence[Tensor],
     values: Tensor,
+    sample: Sequence[Tensor],
     unscaled: Tensor | None,
     needs: Sequence[bool],
     hidden: Tensor,
@@ -140,7 +148,7 @@ def _head_backward(
 ) -> list[Tensor]:
     """Makes the logits of the rows again whose incoming gradients are not zero.
 
-    With ``unscaled`` (of several labels per row) those of the entropy alone.
+    With ``unscaled`` (of several labels per row) those of the entropy alone; with a sample none.
     """
     given = HeadCall(*others)
     call, head = given.restored(hidden, weight, bias)
@@ -150,12 +158,17 @@ def _head_backward(
     coefficients = recomputed = Coefficients(dlog_probs, dentropy)
     if unscaled is not None:
         recomputed = Coefficients(torch.zeros_like(dlog_probs), dentropy)
-    rows = (call.counted_logits & recomputed.has_gradient()).nonzero().squeeze(1)
-    chunks, memory = head.chunks(rows, sums_weight=needs[1])
-    one_chunk = len(chunks) == 1 and call.sets is None
-    gradients = HeadGradients(head, tuple(needs), one_chunk)
-    for chunk in chunks:
-        add_recomputed(call, gradients, chunk, memory, found, recomputed)
+    counted = coefficients.without(~given.counted)
+    if sample:
+        gradients = HeadGradients(head, tuple(needs), False)
+        add_sample(gradients, call, Sample(*sample), found, counted)
+    else:
+        rows = (call.counted_logits & recomputed.has_gradient()).nonzero().squeeze(1)
+        chunks, memory = head.chunks(rows, sums_weight=needs[1])
+        one_chunk = len(chunks) == 1 and call.sets is None
+        gradients = HeadGradients(head, tuple(needs), one_chunk)
+        for chunk in chunks:
+            add_recomputed(call, gradients, chunk, memory, found, recomputed)
     if unscaled is not None and gradients.hidden is not None:
         dlog_probs = coefficients.without(~call.counted_logits).dlog_probs
         sums = dlog_probs.sum(1, keepdim=True)
@@ -163,23 +176,10 @@ def _head_backward(
         at_labels = _hidden_gradient_of_labels(call, found, dlog_probs, head.weight)
         gradients.hidden += (in_common + at_labels).to(gradients.hidden.dtype)
     if call.sets is not None:
-        _, head_rows, _ = operands = head.set_operands
         if values.numel() != call.sets.token_ids.numel():  # not kept
-            values = multiplied(call, operands)
-        dvalues = call.sets.zero_values()
-        counted = coefficients.without(~given.counted)
-        second_pass(call, set_rows(call, values), found, counted, dvalues)
-        if gradients.hidden is not None:
-            hidden_gradient(call, dvalues, head_rows, gradients.hidden)
-        add_set_gradients(gradients, call, dvalues)
+            values = multiplied(call, head.set_operands)
+        add_second_pass(gradients, call, values, found, counted)
     return [gradient for gradient in gradients.like(hidden, weight, bias) if gradient is not None]
-
-
-def _repeats(labels: Tensor) -> Tensor:
-    """bool ``[N, K]``: whether a label stands further ahead in its row, too."""
-    ascending, order = labels.sort(stable=True, dim=1)
-    repeats = F.pad(ascending[:, 1:] == ascending[:, :-1], (1, 0))
-    return torch.empty_like(repeats).scatter_(1, order, repeats)
 
 
 def _hidden_gradient_of_labels(
@@ -193,7 +193,7 @@ def _hidden_gradient_of_labels(
     columns, log_probs, options = call.label_columns, found.log_probs, call.options
     is_here = (columns >= 0) & (columns < weight.shape[0]) & log_probs.isfinite()
     is_here &= call.counted_logits[:, None]
-    p = torch.where(_repeats(call.labels), 0.0, log_probs.exp())
+    p = torch.where(repeats(call.labels), 0.0, log_probs.exp())
     factors = dlog_probs - p * dlog_probs.sum(1, keepdim=True)
     temperatures = call.field("temperatures")
     by = options.temperature if temperatures is None else temperatures.double()[:, None]
@@ -210,6 +210,7 @@ def _hidden_gradient_of_labels(
 
 
 _SAVED = ("labels", "counted", "fields", "shard_sizes", "token_ids", "offsets")
+_KEPT = 3 + len(_SAVED)  # hidden states, weight and bias, then these
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -233,7 +234,7 @@ class LinearLogProbs(torch.autograd.Function):
         given = HeadCall.of(call, products)
         parameters = hidden, weight, bias
         found = _OPS.head_forward(unscaled, *parameters, *given)
-        log_probs, entropy, stats, gradient, values = found
+        log_probs, entropy, stats, gradient, values, sample = found
         tensors = *parameters, *(getattr(given, name) for name in _SAVED)
         # Autograd refuses tensors that were made in inference mode and have no versions.
         traced = torch.compiler.is_compiling()
@@ -241,7 +242,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.inference = [x if keeps else None for x, keeps in zip(tensors, kept, strict=True)]
         saved = (None if keeps else x for x, keeps in zip(tensors, kept, strict=True))
         several = log_probs if given.labels.ndim == 2 else None
-        ctx.save_for_backward(*saved, several, entropy, stats, values, gradient)
+        ctx.save_for_backward(*saved, several, entropy, stats, values, gradient, *sample)
         ctx.given, ctx.unscaled = given._asdict() | dict.fromkeys(_SAVED), unscaled
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -250,12 +251,13 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *tensors, log_probs, entropy, stats, values, unscaled = ctx.saved_tensors
-        tensors = [x if y is None else y for x, y in zip(tensors, ctx.inference, strict=True)]
+        kept, others = ctx.saved_tensors[:_KEPT], ctx.saved_tensors[_KEPT:]
+        tensors = [x if y is None else y for x, y in zip(kept, ctx.inference, strict=True)]
+        log_probs, entropy, stats, values, unscaled, *sample = others
         given = HeadCall(**ctx.given | dict(zip(_SAVED, tensors[3:], strict=True)))
         inputs = dlog_probs, dentropy, *tensors[:3]
         dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
-        needs, others = [bool(needed) for needed in ctx.needs_input_grad[:3]], (None,) * 3
+        needs, no_others = [bool(needed) for needed in ctx.needs_input_grad[:3]], (None,) * 3
 
         if log_probs is not None and dlog_probs is not None:
             dlog_probs = finite_only(dlog_probs, given.labels, log_probs, entropy)
@@ -263,20 +265,20 @@ class LinearLogProbs(torch.autograd.Function):
 
         def recomputed(dlog_probs: Tensor | None) -> list[Tensor]:
             found = [entropy if log_probs is None else log_probs, entropy, stats]
-            incoming = dlog_probs, dentropy, found, values, in_common, needs
+            incoming = dlog_probs, dentropy, found, values, sample, in_common, needs
             made: list[Tensor] = _OPS.head_backward(*incoming, *tensors[:3], *given)
             return made
 
         if not ctx.unscaled or in_common is not None:
             gradients = (without_derivative(each, *inputs) for each in recomputed(dlog_probs))
-            return (*(next(gradients) if needed else None for needed in needs), *others)
+            return (*(next(gradients) if needed else None for needed in needs), *no_others)
         factors = torch.zeros_like(entropy) if dlog_probs is None else dlog_probs
         factors = torch.where(given.counted, factors, 0.0).float().view(*unscaled.shape[:-1], 1)
         # A row without a gradient may hold anything.
         gradient = torch.where(factors != 0, unscaled * factors, 0.0)
         if dentropy is not None:  # compiled, it is 0 where it is unused, and no row is recomputed
             gradient = gradient + recomputed(None)[0]
-        return without_derivative(gradient.to(unscaled.dtype), *inputs), None, None, *others
+        return without_derivative(gradient.to(unscaled.dtype), *inputs), None, None, *no_others
 
 
 implement("cpu", "head_forward", _head_forward, ["CompositeExplicitAutograd"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call, SamplingSets
-from ..memory import WEIGHTS
+from ..memory import SUMS, WEIGHTS
 from ..operators import NATIVE, ops_of
 from ..rows import RowStatistics, both_passes, second_pass, set_rows, set_statistics, to_decide
 from ..tokens import Coefficients
@@ -98,12 +98,15 @@ def hidden_gradient(
     ops_of(call.backend).sets_dhidden(dvalues, weight, *call.given_sets.columns(), only, dhidden)
 
 
-def add_set_gradients(gradients: HeadGradients, call: Call, dvalues: Tensor) -> None:
-    """Adds the gradients of weight and bias of the rows with a sampling mask."""
+def add_set_gradients(
+    gradients: HeadGradients, call: Call, dvalues: Tensor, last: bool = True
+) -> None:
+    """Adds the gradients of weight and bias of rows that are sets; last as add_second_pass."""
     head, dweight, h = gradients.head, gradients.weight, gradients.head.hidden
     if gradients.needs_weight and dweight is None:
-        dtype = torch.float32 if head.trains_float32 else h.dtype
-        dweight = WEIGHTS.empty(head.weight.shape, dtype, h.device)
+        dtype = torch.float32 if head.trains_float32 or not last else h.dtype
+        memory = WEIGHTS if dtype == h.dtype else SUMS
+        dweight = memory.empty(head.weight.shape, dtype, h.device)
     elif not gradients.needs_weight and gradients.bias is not None:
         # The kernel of both makes the bias alone.
         dweight = h.new_empty(gradients.bias.numel(), 0)
@@ -112,6 +115,29 @@ def add_set_gradients(gradients: HeadGradients, call: Call, dvalues: Tensor) -> 
         _weight_gradient(call, dvalues, hidden, add, dweight, gradients.bias)
     if gradients.needs_weight:
         gradients.weight = dweight
+
+
+def add_second_pass(
+    gradients: HeadGradients,
+    call: Call,
+    values: Tensor,
+    found: RowStatistics,
+    coefficients: Coefficients,
+    drawn: Tensor | None = None,
+    last: bool = True,
+) -> None:
+    """Adds the gradients of rows whose values are kept, and whose coefficients are known.
+
+    Args:
+        drawn: what the smaller values of rows that are samples stand for.
+        last: nothing more is added to the weight's gradient, which may be rounded to its dtype.
+    """
+    dvalues = call.given_sets.zero_values()
+    second_pass(call, set_rows(call, values), found, coefficients, dvalues, drawn=drawn)
+    if gradients.hidden is not None:
+        _, weight, _ = gradients.head.set_operands
+        hidden_gradient(call, dvalues, weight, gradients.hidden)
+    add_set_gradients(gradients, call, dvalues, last)
 
 
 def _weight_gradient(
