@@ -147,7 +147,7 @@ def bapo_linear_loss(
     # A compiler cannot trace the loop over chunks; it is inside an operator there.
     if (any(needs) or torch.compiler.is_compiling()) and in_backward(products.dtype):
         unscaled = _leaves_unscaled(needs, products) and not call.options.entropy_coef
-        logp, entropy = LinearLogProbs.apply(*parameters, call, unscaled, products)
+        logp, entropy, *_ = LinearLogProbs.apply(*parameters, call, unscaled, products)
         return differentiable_loss(call, logp, entropy)
     with torch.no_grad():
         head = Head.of(*parameters, products, call.shard)
@@ -226,7 +226,7 @@ def linear_log_probs(
         )
     call = prepared(backend, arguments, weight.shape[0])
     unscaled = _leaves_unscaled(needs, products)
-    logp, entropy = LinearLogProbs.apply(hidden_states, weight, bias, call, unscaled, products)
+    logp, entropy, *_ = LinearLogProbs.apply(hidden_states, weight, bias, call, unscaled, products)
     entropy = entropy.float().view(hidden_states.shape[:-1]) if return_entropy else None
     return logp.float().view(labels.shape), entropy
 

@@ -16,7 +16,10 @@ from .checks import check_group, count, require
 from .output import BAPOOutput
 
 _LOSSES = ("loss", "pg_loss", "kl_loss")
-_COUNTS = ("tokens", "tokens_pos", "tokens_neg", "live_tokens", "label_outside_mask")
+_COUNTS = (
+    *("tokens", "tokens_pos", "tokens_neg", "live_tokens", "label_outside_mask"),
+    *("gradient_entries", "gradient_noise"),
+)
 
 
 @torch.no_grad()
@@ -29,9 +32,9 @@ def mean_metrics(
 
     Means over tokens are weighted with ``tokens`` (with ``live_tokens`` where these alone are
     counted), ``pg_clipfrac_pos`` and ``pg_clipfrac_neg`` with ``tokens_pos`` and ``tokens_neg``;
-    counts add up. ``loss``, ``pg_loss`` and ``kl_loss`` add up too if the calls had the counts of
-    the whole batch (``batch_num_tokens``, ``global_batch_size``), or with ``"token-sum"``;
-    otherwise they are weighted with ``tokens``.
+    counts, ``gradient_entries`` and ``gradient_noise`` add up. ``loss``, ``pg_loss`` and
+    ``kl_loss`` add up too if the calls had the counts of the whole batch (``batch_num_tokens``,
+    ``global_batch_size``), or with ``"token-sum"``; otherwise they are weighted with ``tokens``.
     Bounds and shares are means, too (a ratio of masses is infinite where one is): the decision's
     where all calls have one. With the scopes ``"step"`` and ``"lagged"`` its shares are in
     :attr:`ClipBoundSearch.metrics`: ``mean_metrics(outputs) | search.metrics``.

@@ -72,8 +72,8 @@ class BAPOLinearLoss(_LossModule):
     """:func:`bapo_kernels.bapo_linear_loss` as a module.
 
     ``forward`` takes the arguments of the function, ``hidden_states`` and ``lm_head_weight`` first.
-    The module stores ``config``, ``backend``, ``chunk_tokens`` and ``statistics``. A call can
-    override them; ``None`` keeps the module's value.
+    The module stores ``config``, ``backend``, ``chunk_tokens``, ``gradient_samples`` and
+    ``statistics``. A call can override them; ``None`` keeps the module's value.
 
     Examples:
         >>> loss, lm_head = BAPOLinearLoss(chunk_tokens=1), torch.nn.Linear(4, 10, bias=False)
@@ -83,7 +83,7 @@ class BAPOLinearLoss(_LossModule):
         torch.Size([10, 4])
     """
 
-    kept = ("config", "backend", "chunk_tokens", "statistics")
+    kept = ("config", "backend", "chunk_tokens", "gradient_samples", "statistics")
 
     def __init__(
         self,
@@ -91,11 +91,13 @@ class BAPOLinearLoss(_LossModule):
         *,
         backend: str | None = None,
         chunk_tokens: int | None = None,
+        gradient_samples: int | None = None,
         statistics: Statistics = "all",
     ) -> None:
         super().__init__()
         self.config = config_or_default(config)
-        self.backend, self.chunk_tokens, self.statistics = backend, chunk_tokens, statistics
+        self.backend, self.statistics = backend, statistics
+        self.chunk_tokens, self.gradient_samples = chunk_tokens, gradient_samples
 
     def forward(self, *batch: Any, **options: Unpack[LinearOptions]) -> BAPOOutput:
         """The loss of a batch."""

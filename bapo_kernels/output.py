@@ -96,6 +96,12 @@ class BAPOOutput(NamedTuple):
             batch (:func:`mean_metrics`).
             ``label_outside_mask``, only with a ``sampling_mask``, counts the unmasked tokens whose
             label is not in the set of its row.
+            ``gradient_entries`` and ``gradient_noise``, only with ``gradient_samples`` where the
+            forward pass computes the gradient: the entries of all rows' samples on this rank, and
+            ``sum_n g_n**2*t_n*T_n`` with ``g_n`` the derivative of the loss by a log-prob, ``t_n``
+            the probability from which an id is kept, and ``T_n`` that of the ids below. Times
+            ``max_j |W_j|**2`` it bounds the variance of the hidden states' gradient that the
+            sample adds, without an entropy term.
 
     Examples:
         >>> out = bapo_loss(torch.zeros(2, 4), torch.tensor([3, -100]), None, torch.ones(2))

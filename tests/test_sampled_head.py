@@ -1,23 +1,32 @@
 """Gradients of a head from samples, with the seeds of the reference: kernels draw the same sets."""
 
 import math
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from accuracy import assert_rounded, assert_same
-from helpers import needs_native, real_in_turns
-from test_linear import CONFIGS, DTYPES, build, check, problem, staleness_of
+from accuracy import assert_as_reference, assert_rounded, assert_same
+from helpers import needs_native, per_token, real_in_turns
+from test_labels import OF_HEAD, OPTIONS, gradients_of, head_of, labels_of, options_of
+from test_linear import CONFIGS, DTYPES, B, H, S, build, check, problem, staleness_of
+from torch.utils.checkpoint import checkpoint
 
-from bapo_kernels.config import BAPOConfig
+from bapo_kernels import (
+    BAPOConfig,
+    BAPOLinearLoss,
+    bapo_linear_loss,
+    linear_log_probs,
+    mean_metrics,
+    reference,
+)
 from bapo_kernels.core.head import sampled
 from bapo_kernels.reference import sampled as reference_sampled
 from bapo_kernels.reference.sampled import row_seeds, sample
+from bapo_kernels.tools.budget import GRADIENTS
 from bapo_kernels.tools.real_rows import real_rows
 
 pytestmark = needs_native
-
-
 LN2 = math.log(2.0)
 OF_EXP = 50  # roundings: 2^t has those of t, which is down to -50
 
@@ -139,3 +148,167 @@ def test_options(same_seeds, dtype, name, frozen):
     for C, chunk_tokens, sets in ((16, 5, "all"), (100, None, "live")):
         options = dict(chunk_tokens=chunk_tokens, logits_dtype=torch.float32, frozen=frozen)
         check(*given, "cpu", sets, gradient_samples=C, **options)
+
+
+@pytest.mark.parametrize("temperature", [(B, S), (B,)], ids=str)
+def test_temperatures_bounds_and_masks(same_seeds, temperature):
+    """Of tokens and of sequences; rows with a set stay exact, and join the same sums."""
+    parameters, case = problem(torch.bfloat16, "cpu", build("entropy"), None, sets=True)
+    bounds = per_token((B,), 5, 0.7, 0.95), per_token((B, S), 6, 1.05, 1.3)
+    case = case.with_options(temperature=per_token(temperature, 9, 0.5, 2.0), bounds=bounds)
+    for frozen in (False, True):
+        options = dict(gradient_samples=16, logits_dtype=torch.float32, frozen=frozen)
+        check(parameters, case, "cpu", chunk_tokens=5, **options)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_several_labels(same_seeds, name, frozen):
+    """Of which some repeat, are none, or have a logit of -inf; with a gradient of the entropy."""
+    leaves, labels = head_of(OF_HEAD, None)[:3], labels_of(9, OF_HEAD)
+    options, _ = options_of(name, labels, "cpu", OF_HEAD)
+    leaves[0][0, 1] = torch.nan  # of -100 alone
+    weights = torch.randn(*labels.shape) * (torch.rand(*labels.shape[:2], 1) > 0.3)
+    weights = weights, torch.randn(*labels.shape[:2])
+
+    def run(kind, function=reference.linear_log_probs, **more):
+        given = [x.to(kind) for x in leaves]
+        for leaf in given[: 1 if frozen else 3]:
+            leaf.requires_grad_()
+        more = options | dict(gradient_samples=20) | more
+        return gradients_of(function, given, labels, weights, **more)[2:]
+
+    got = run(torch.float32, linear_log_probs, backend="cpu", chunk_tokens=4)
+    assert_as_reference(got, run, roundings=20, names=GRADIENTS)
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.parametrize("frozen", [False, True])
+def test_compiled(same_seeds, frozen):
+    """In one graph for any number of tokens; that of entries is known when it runs."""
+    torch._dynamo.reset()
+    compiled = torch.compile(bapo_linear_loss, fullgraph=True, dynamic=True, backend="inductor")
+    for S_ in (S, S + 4):
+        given = problem(torch.float32, "cpu", build("entropy"), shape=(B, S_), seed=S_, sets=True)
+        with torch._dynamo.config.patch(error_on_recompile=S_ != S):
+            options = dict(frozen=frozen, chunk_tokens=9, gradient_samples=16)
+            check(*given, "cpu", function=compiled, **options)
+
+
+def small_head(rows=12, columns=400):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(rows, H), torch.randn(columns, H)
+    return hidden, weight, torch.randint(columns, (rows,))
+
+
+def sampled_gradients(hidden, weight, labels, incoming=1.0, function=linear_log_probs, **options):
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    options = dict(gradient_samples=16) | options
+    logp, entropy = function(*leaves, labels, **options)
+    loss = (logp * incoming).sum() + 0.1 * (entropy * (torch.as_tensor(incoming) != 0)).sum()
+    return torch.autograd.grad(loss, leaves)
+
+
+def test_bits_and_places():
+    """The same for any number of threads and rows at a time, and in another place of a batch."""
+    hidden, weight, labels = small_head(64)
+    hidden[:, :4] = 1.0  # products of exact numbers: whatever their order
+    hidden, weight = hidden.round(), weight.round()
+    dhidden, dweight = sampled_gradients(hidden, weight, labels)
+    before = torch.get_num_threads()
+    for threads, chunk_tokens in ((1, 7), (2, None), (2, 5)):
+        torch.set_num_threads(threads)
+        made = sampled_gradients(hidden, weight, labels, chunk_tokens=chunk_tokens)
+        torch.set_num_threads(before)
+        assert_same(made, (dhidden, dweight))
+    flipped, _ = sampled_gradients(hidden.flip(0), weight, labels.flip(0))
+    assert_same(flipped.flip(0), dhidden)
+    exact, _ = sampled_gradients(hidden, weight, labels, gradient_samples=None)
+    assert (dhidden != exact).any(1).all()
+
+
+def test_recomputed_under_a_checkpoint():
+    given = small_head()
+
+    def again(*arguments, **options):
+        return checkpoint(partial(linear_log_probs, **options), *arguments, use_reentrant=False)
+
+    assert_same(sampled_gradients(*given, function=again), sampled_gradients(*given))
+
+
+def test_rows_without_a_gradient_may_hold_anything():
+    hidden, weight, labels = small_head()
+    incoming = torch.ones(len(labels))
+    incoming[3] = 0.0
+    expected = sampled_gradients(hidden, weight, labels, incoming)
+    hidden[3] = torch.nan
+    assert_same(sampled_gradients(hidden, weight, labels, incoming), expected)
+
+
+def test_nan_reaches_the_label_and_the_hidden_state():
+    hidden, weight, labels = small_head()
+    hidden[3] = torch.nan
+    dhidden, dweight = sampled_gradients(hidden, weight, labels)
+    assert dhidden[3].isnan().all()
+    assert dweight[labels[3]].isnan().all()
+    assert not dhidden[torch.arange(12) != 3].isnan().any()
+    assert dweight.isnan().any(1).sum() == 1
+
+
+def test_labels_without_doubt_are_kept_alone():
+    """What beside them is below 2^-100; the gradient is that of the exact call."""
+    hidden, weight, labels = small_head()
+    weight[:, 0], weight[labels[0], 0], hidden[:, 0] = 0.0, 100.0, 10.0
+    given = hidden, weight, labels[:1].expand(len(labels))
+    options = dict(gradient_samples=16, bounds=(0.8, 1.2))
+    hidden.requires_grad_()
+    out = bapo_linear_loss(*given, None, torch.ones(len(labels)), **options)
+    assert out.metrics["gradient_entries"] <= len(labels)
+    assert out.metrics["gradient_noise"] == 0.0
+
+
+def test_as_many_samples_as_columns_are_exact():
+    given = small_head()
+    exact = sampled_gradients(*given, gradient_samples=None)
+    assert_same(sampled_gradients(*given, gradient_samples=400), exact)
+    fewer = sampled_gradients(*given, gradient_samples=399)
+    assert not torch.equal(fewer[0], exact[0])
+
+
+def test_no_rows():
+    hidden, weight, labels = small_head()
+    for none in (labels[:0], torch.full_like(labels, -100)):
+        made = sampled_gradients(hidden[: len(none)], weight, none)
+        assert not any(gradient.any() for gradient in made)
+
+
+def test_entries_and_noise():
+    """As they are defined: the entries of all rows, and the sum of g^2*t*T."""
+    hidden, weight, labels = small_head()
+    weight.requires_grad_()
+    A, C = torch.linspace(-1.0, 1.0, len(labels)), 16
+    options = dict(gradient_samples=C, bounds=(0.8, 1.2))
+    out = bapo_linear_loss(hidden, weight, labels, None, A, **options)
+    log_p = (hidden @ weight.detach().T).double().log_softmax(1)
+    p = log_p.exp()
+    p_label = p.gather(1, labels[:, None])
+    t = (1.0 - p_label) / C
+    small = torch.where(p < t, p, 0.0).scatter(1, labels[:, None], 0.0).sum(1)
+    noise = ((A / len(A)) ** 2 * t[:, 0] * small).sum()
+    assert_rounded(out.metrics["gradient_noise"], noise, 100)
+    assert out.metrics["gradient_entries"] <= len(A) * (C + 1)
+    assert out.metrics["gradient_entries"] > len(A)
+    twice = mean_metrics([out, out])
+    assert twice["gradient_entries"] == 2 * out.metrics["gradient_entries"]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "2", 65_537])
+def test_errors(wrong):
+    hidden, weight, labels = small_head()
+    rule = r"gradient_samples must be None or an integer from 1 to 65,536, got"
+    with pytest.raises(ValueError, match=rule):
+        linear_log_probs(hidden, weight, labels, gradient_samples=wrong)
+    loss = BAPOLinearLoss(gradient_samples=wrong)
+    with pytest.raises(ValueError, match=rule):
+        loss(hidden, weight, labels, None, torch.ones(12))

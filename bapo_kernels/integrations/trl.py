@@ -116,6 +116,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         counted, aux_loss = inputs, None
         if self._head(inputs) == "fused":
             tokens = dict(labels=inputs["completion_ids"], sampling_mask=mask_of(inputs))
+            tokens["gradient_samples"] = self.args.bapo_gradient_samples
             head = partial(bapo_linear_loss, **tokens, **self._arguments(inputs))
             out: BAPOOutput = self._forward(model, inputs, head)
             loss = out.loss
@@ -159,6 +160,8 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             return str(asked or ("log_probs" if needs_log_probs(self.args) else "fused"))
         rule = "not be given with TRL's head (bapo_head='trl', images, router losses)"
         require(inputs.get(KEY) is None, KEY, rule, "one")
+        samples = self.args.bapo_gradient_samples
+        require(samples is None, "bapo_gradient_samples", rule, samples)
         return "trl"
 
     def _counted(
@@ -241,6 +244,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             logit_scale=self.bapo_config.logit_scale,
             final_logit_softcapping=self.bapo_config.final_logit_softcapping,
             sampling_mask=mask_of(inputs),
+            gradient_samples=self.args.bapo_gradient_samples,
         )
         return *self._forward(model, inputs, head), None
 

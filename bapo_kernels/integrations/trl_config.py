@@ -64,6 +64,7 @@ class BAPOTrainerConfig(GRPOConfig):
         bapo_head: ``"fused"`` (:func:`bapo_kernels.bapo_linear_loss`), ``"log_probs"``
             (:func:`bapo_kernels.linear_log_probs`, then the loss), or ``"trl"`` (TRL's own head);
             default: the first that is exact for the other options.
+        bapo_gradient_samples: ``gradient_samples`` of the first two.
 
     Warns once of settings that give BAPO no effect, or too few sequences for a decision.
 
@@ -83,6 +84,9 @@ class BAPOTrainerConfig(GRPOConfig):
     )
     bapo_head: str | None = field(
         default=None, metadata={"help": "'fused', 'log_probs' or 'trl'; default: the fastest"}
+    )
+    bapo_gradient_samples: int | None = field(
+        default=None, metadata={"help": "entries that a row's gradient keeps; default: all, exact"}
     )
 
     def __post_init__(self) -> None:

@@ -21,6 +21,8 @@ verl = require_version("verl", "0.6.1")
 from packaging.version import Version  # noqa: E402
 from verl.utils.experimental.torch_functional import FusedLinearForPPO  # noqa: E402
 
+gradient_samples: int | None = None  # that linear_log_probs is called with; yours to set
+
 _SETS = "sampling_mask"
 _micro_batch: Any = None  # the one whose sets the head has not taken yet
 
@@ -43,6 +45,7 @@ def forward(
         input_ids,
         temperature=temperature,
         sampling_mask=_sampling_mask(input_ids),
+        gradient_samples=gradient_samples,
     )
 
 

@@ -21,12 +21,15 @@ from verl.utils.model import CausalLMOutputForPPO  # noqa: E402
 
 from .megatron import FusedHead  # noqa: E402
 
+gradient_samples: int | None = None  # that linear_log_probs is called with; yours to set
+
 
 def fused_output_processor(
     *, hidden_states: Tensor, labels: Tensor, context: Any, **given: Any
 ) -> CausalLMOutputForPPO:
     """Log-probs and entropy ``[1, T]``, float32, of packed sequences, at its temperature."""
-    head = FusedHead(linear_log_probs, labels, temperature=context.temperature)
+    options = dict(temperature=context.temperature, gradient_samples=gradient_samples)
+    head = FusedHead(linear_log_probs, labels, **options)
     log_probs, entropy = head(hidden_states=hidden_states, **given)
     return CausalLMOutputForPPO(hidden_states=hidden_states, log_probs=log_probs, entropy=entropy)
 

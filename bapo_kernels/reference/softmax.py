@@ -54,8 +54,8 @@ def log_probs(
         sampling_mask: a set for each of the labels: ``x_j`` is -inf for every ``j`` that is not in
             it, whatever the logit. A set that breaks a rule makes its log-prob and entropy NaN.
         vocab_group: its ranks have ``logits`` of the vocabulary's parts, which are gathered.
-        gradient_samples: gradients are those of :mod:`bapo_kernels.reference.sampled`, except of
-            rows with a set.
+        gradient_samples: gradients are those of a sample of each row (``reference.sampled``),
+            except of rows with a set.
 
     Examples:
         >>> logits = torch.zeros(1, 4, dtype=torch.float64)

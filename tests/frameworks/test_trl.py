@@ -35,9 +35,11 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 from bapo_kernels import BAPOConfig, ClipBoundSearch, linear_log_probs, reference
 from bapo_kernels.checks import warn_once
+from bapo_kernels.core.head import sampled
 from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig
 from bapo_kernels.integrations.trl_config import _OWNERS, bapo_config
 from bapo_kernels.integrations.trl_head import add_head
+from bapo_kernels.reference.sampled import row_seeds
 from bapo_kernels.tools.budget import in_some_orders, largest
 from bapo_kernels.tools.sum_order import SumOrder
 
@@ -483,6 +485,25 @@ def test_sampling_masks_that_do_not_fit_are_refused(tmp_path, change, options, m
     trainer.tools = options.get("tools")
     with pytest.raises(ValueError, match=f"sampling_mask{message}"):
         trainer.train() if head else trainer.rollout_func(["a"] * 8, trainer)
+
+
+@pytest.mark.parametrize("head", ["fused", "log_probs", "trl"])
+def test_gradient_samples(tmp_path, monkeypatch, head):
+    """They reach the head, and TRL's own refuses them."""
+    asked_for = []
+
+    def made(*given):
+        asked_for.append(given)
+        return row_seeds(*given)
+
+    monkeypatch.setattr(sampled, "row_seeds", made)
+    options = dict(bapo_head=head, bapo_gradient_samples=16, max_steps=1)
+    if head == "trl":
+        with pytest.raises(ValueError, match="bapo_gradient_samples must not be given with TRL's"):
+            trainer_of(Ours, tmp_path, **options)
+    else:
+        trainer_of(Ours, tmp_path, **options).train()
+        assert asked_for
 
 
 def test_guide_runs(tmp_path):

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from accuracy import assert_same
 from forked import in_fork
 from helpers import allowed_by, assert_within_budget, needs_native, sets_of
 from parity import assert_gradients
@@ -265,6 +266,22 @@ def micro_batches(data, packed=True, **options):
             yield from (tu.index_select_tensor_dict(shard, [i]) for i in (0, 1))
         else:
             yield shard
+
+
+def test_gradient_samples(monkeypatch):
+    """The log-probs stay the same, and the head's gradient keeps few of its rows."""
+    from bapo_kernels.integrations import verl_head
+
+    def found(samples):
+        monkeypatch.setattr(verl_head, "gradient_samples", samples)
+        engine = engine_of(monkeypatch)
+        log_probs, _ = found_by(engine, micro_batches(data_with_sets(given=False)))
+        (gradient,) = torch.autograd.grad(log_probs.sum(), engine.module.lm_head.weight)
+        return log_probs.detach(), (gradient != 0).any(1).sum()
+
+    (exact, rows), (same, fewer) = found(None), found(1)
+    assert_same(same, exact)
+    assert fewer < rows
 
 
 @pytest.mark.parametrize("packed", [True, False])

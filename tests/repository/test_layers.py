@@ -19,6 +19,7 @@ backends core.arguments.options core.arguments.ranks core.arguments.single core.
 core.arguments.together core.rows
 reference core.arguments.prepare core.head.head
 core.head.sets
+core.head.sampled
 core.head.hidden
 core.head.log_probs
 core.head.top_k

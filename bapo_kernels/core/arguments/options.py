@@ -61,6 +61,7 @@ class LinearOptions(RowOptions, total=False):
     backend: str | None
     chunk_tokens: int | None
     logits_dtype: torch.dtype | None
+    gradient_samples: int | None
 
 
 class SoftmaxOptions(TypedDict, total=False):

@@ -210,7 +210,6 @@ def _hidden_gradient_of_labels(
 
 
 _SAVED = ("labels", "counted", "fields", "shard_sizes", "token_ids", "offsets")
-_KEPT = 3 + len(_SAVED)  # hidden states, weight and bias, then these
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -245,15 +244,15 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(*saved, several, entropy, stats, values, gradient, *sample)
         ctx.given, ctx.unscaled = given._asdict() | dict.fromkeys(_SAVED), unscaled
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return log_probs, entropy, *sample[1:2]
 
     @staticmethod
     def backward(
-        ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
+        ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        kept, others = ctx.saved_tensors[:_KEPT], ctx.saved_tensors[_KEPT:]
-        tensors = [x if y is None else y for x, y in zip(kept, ctx.inference, strict=True)]
-        log_probs, entropy, stats, values, unscaled, *sample = others
+        saved = ctx.saved_tensors  # asked for once, as checkpoints of activations demand
+        tensors = [x if y is None else y for x, y in zip(saved, ctx.inference, strict=False)]
+        log_probs, entropy, stats, values, unscaled, *sample = saved[len(tensors) :]
         given = HeadCall(**ctx.given | dict(zip(_SAVED, tensors[3:], strict=True)))
         inputs = dlog_probs, dentropy, *tensors[:3]
         dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))

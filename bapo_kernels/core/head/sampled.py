@@ -92,7 +92,7 @@ def _draw(
     assert call.labels is not None
     n, V = logits.shape
     labels, columns, log_probs = (
-        x.view(n, -1) for x in (call.labels, call.label_columns, found.log_probs)
+        x if x.ndim == 2 else x[:, None] for x in (call.labels, call.label_columns, found.log_probs)
     )
     seeds = row_seeds(torch.stack([log_probs[:, 0], found.entropy], 1), labels)
     beside = -torch.expm1(log_probs[:, 0])
