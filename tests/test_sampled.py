@@ -7,6 +7,7 @@ import torch
 from accuracy import assert_same
 
 from bapo_kernels.reference.sampled import row_seeds, sample, uniforms
+from bapo_kernels.tools.real_rows import real_rows
 
 V, LABEL = 300, 7
 
@@ -22,9 +23,9 @@ def just_below(C):
 
 
 def rows_of(C):
-    """log_p of rows: peaked, with a long tail, flat, and built to be worst."""
+    """log_p of rows: peaked, of a real model, flat, and built to be worst."""
     rank = torch.arange(1, V + 1, dtype=torch.float64)
-    rows = torch.stack([-0.7 * rank, -1.6 * rank.log(), 0.0 * rank, just_below(C)])
+    rows = torch.stack([-0.7 * rank, real_rows((1,), V)[0][0], 0.0 * rank, just_below(C)])
     shuffled = rows[:, torch.randperm(V, generator=torch.Generator().manual_seed(1))]
     return torch.log_softmax(shuffled, -1)
 

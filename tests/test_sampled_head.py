@@ -22,7 +22,7 @@ from bapo_kernels import (
 )
 from bapo_kernels.core.head import sampled
 from bapo_kernels.reference import sampled as reference_sampled
-from bapo_kernels.reference.sampled import row_seeds, sample
+from bapo_kernels.reference.sampled import row_seeds, sample, uniforms
 from bapo_kernels.tools.budget import GRADIENTS
 from bapo_kernels.tools.real_rows import real_rows
 
@@ -312,3 +312,57 @@ def test_errors(wrong):
     loss = BAPOLinearLoss(gradient_samples=wrong)
     with pytest.raises(ValueError, match=rule):
         loss(hidden, weight, labels, None, torch.ones(12))
+
+
+PARTS = [slice(0, 150), slice(150, 150), slice(150, 400)]  # of three ranks, one of them empty
+
+
+def gradients_of_rank(rank, several):
+    """Of this rank's rows of the head, and of all hidden states."""
+    hidden, weight, labels = small_head()
+    if several:
+        labels = torch.stack(
+            [labels, (labels + 200) % 400, labels, torch.full_like(labels, 400)], 1
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampled, "row_seeds", lambda _, labels: of_labels_alone(labels))
+        options = dict(vocab_group=torch.distributed.group.WORLD, chunk_tokens=5)
+        given = hidden, weight[PARTS[rank]], labels
+        return given, sampled_gradients(*given, **options)
+
+
+@pytest.mark.xdist_group("world")
+@pytest.mark.parametrize("several", [False, True])
+def test_ranks_draw_among_their_columns(worlds, several):
+    """With t and seeds of whole rows and ids of the whole vocabulary; each shares what is its own.
+
+    Above t, where nothing is drawn, entries are those of the whole call.
+    """
+    answers = worlds(3).run(gradients_of_rank, several)
+    (hidden, _, labels), _ = answers[0]
+    weight = torch.cat([given[1] for given, _ in answers]).double()
+    log_p = (hidden.double() @ weight.T).log_softmax(1)
+    p, columns = log_p.exp(), labels.view(len(labels), -1)
+    known = columns < 400
+    counts = torch.zeros_like(p).scatter_add_(1, columns.clamp(max=399), known.double())
+    beside = torch.where(counts > 0, 0.0, p)
+    t = beside.sum(1, keepdim=True) / 16
+    u = uniforms(of_labels_alone(labels)[:, None], torch.arange(400))
+    small = (beside < t) & (counts == 0)
+    drawn, log_ratio = small & (beside >= t * u), log_p - (p * log_p).sum(1, keepdim=True)
+    entries = torch.where(small, 0.0, torch.stack([p, p * log_ratio]))
+    for part in PARTS:
+        mine, here = drawn[:, part], small[:, part]
+        n = mine.sum(1, keepdim=True).clamp(min=1)
+        share = torch.where(here, p[:, part], 0.0).sum(1, keepdim=True) / n
+        exact = torch.where(here, (p * log_ratio)[:, part], 0.0).sum(1, keepdim=True)
+        shown = torch.where(mine, share * log_ratio[:, part], 0.0)
+        shown = torch.where(mine, shown + (exact - shown.sum(1, keepdim=True)) / n, 0.0)
+        entries[:, :, part] += torch.stack([torch.where(mine, share, 0.0), shown])
+    of_labels = known.sum(1, keepdim=True)
+    dlogits = counts - of_labels * entries[0] - 0.1 * entries[1]
+    exact = dlogits @ weight
+    for _, (dhidden, _) in answers:
+        assert_rounded(dhidden, exact, 100, of=exact.abs().max())
+    whole, exact = torch.cat([dweight for _, (_, dweight) in answers]), dlogits.T @ hidden.double()
+    assert_rounded(whole, exact, 100, of=exact.abs().max())
