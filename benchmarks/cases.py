@@ -40,6 +40,7 @@ HEAD, TARGETS = "head", "targets"  # the sweep over the forms of the head, and S
 # The sweep over sampling masks, and the same loss over the whole vocabulary.
 SAMPLING_MASK, WHOLE_VOCABULARY = "sampling mask", "no sampling mask"
 DISTILLATION = "distillation"  # the sweep over labels per row
+SAMPLES = "gradient samples"  # the sweep over gradients of the head from samples
 STEPS = {f"steps, {S} tokens": S for S in (64, 512)}  # sequences of a model that is trained
 
 
@@ -115,6 +116,8 @@ class Case:
             form = head
         elif self.sweep in (SAMPLING_MASK, WHOLE_VOCABULARY):
             form = f", {self.sweep}{', frozen' if self.frozen else ''}"
+        elif self.sweep == SAMPLES:
+            form = f", {self.sweep}{head}"
         elif self.sweep in (TARGETS, "many tokens", *STEPS):
             form = f", {self.sweep}"
         elif self.sweep == DISTILLATION:
@@ -312,10 +315,10 @@ def half(level: str, device: str) -> str:
 
 
 def _real(case: Case, shape: tuple[int, ...], device: str) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Inputs and labels; after 128 rows, or H, they are repeated."""
-    hidden = case.level == "hidden"
+    """Inputs and labels; after 128 rows (of ``SAMPLES`` 512), or H, they are repeated."""
+    hidden, most = case.level == "hidden", 512 if case.sweep == SAMPLES else 128
     made = partial(real_head, H=case.H) if hidden else real_rows
-    *inputs, labels = made((N := min(case.N, 128, case.H if hidden else 128),), case.V)
+    *inputs, labels = made((N := min(case.N, most, case.H if hidden else most),), case.V)
     rows, *head = (x.to(device, case.torch_dtype) for x in inputs)
     again = torch.arange(case.N, device=device).view(shape) % N
     return (rows[again], *head), labels.to(device)[again]

@@ -9,21 +9,30 @@ from statistics import median
 
 import pandas as pd
 
-from .cases import DISTILLATION, HEAD, POLICIES, REAL, SAMPLING_MASK, STEPS, WHOLE_VOCABULARY
+from .cases import (
+    DISTILLATION,
+    HEAD,
+    POLICIES,
+    REAL,
+    SAMPLES,
+    SAMPLING_MASK,
+    STEPS,
+    WHOLE_VOCABULARY,
+)
 from .plot import LEVELS
 from .reading import plain_losses, results, shorten
 from .records import RESULTS, load
 from .tables import by_column, filled, machine, markdown, number, sizes
 
 ROOT = Path(__file__).parents[1]
-PRODUCTS = "^(two|three) (?=matrix)"  # a frozen head needs two
+PRODUCTS = "^(two|three) (?=matrix products)"  # a frozen head needs two
 KINDS = [*POLICIES, "log_probs", "zero advantage"]  # columns of their own
 
 
 def page() -> dict[str, list[str]]:
     """The tables of the page by their marks; those of a GPU are together."""
     cpu, avx2, cuda = map(results, ("cpu", "avx2", "cuda"))
-    sections = losses, search, head, masks, distillation, steps
+    sections = losses, search, head, samples, masks, distillation, steps
     made = {tables.__name__: [*tables(cpu)] for tables in sections}
     made["distillation"] += distillation(avx2)
     made |= {"avx2": [*without_avx512(cpu, avx2)], "training": [*training("cpu")]}
@@ -79,6 +88,18 @@ def head(frame: pd.DataFrame) -> Iterator[str]:
     columns = heads.where(frame.layout == "dense", heads + ", " + frame.layout)
     frame = frame.assign(column=columns, method=frame.method.replace(PRODUCTS, "", regex=True))
     yield by_column(frame, f"{sizes(frame)}, ms", frame)
+
+
+def samples(frame: pd.DataFrame) -> Iterator[str]:
+    """Gradients from samples beside exact ones, in multiples of one product too."""
+    frame = frame[frame.sweep == SAMPLES]
+    if frame.empty:
+        return
+    yield machine(frame)
+    heads = frame.frozen.map({True: ", frozen head", False: ""})
+    frame = frame.assign(column=frame["dtype"] + ", N = " + frame.N.map("{:,}".format) + heads)
+    first = frame[frame.N.min() == frame.N]
+    yield by_column(frame, "Loss and gradients, real rows, ms", first[~first.frozen])
 
 
 def masks(frame: pd.DataFrame) -> Iterator[str]:

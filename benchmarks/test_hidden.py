@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from .cases import HEAD, TARGETS, Case, half
+from .cases import HEAD, REAL, SAMPLES, TARGETS, Case, half
 from .methods import cross_entropies, liger, pytorch, trl, verl
 from .methods.method import Method
 from .methods.ours import from_log_probs, ours
-from .methods.yardsticks import IN_CHUNKS, THREE, TWO
+from .methods.yardsticks import IN_CHUNKS, ONE, THREE, TWO
 from .test_logits import CPU, GPU, losses_from
 
 IN_PARTS = [  # hold the logits of a part of the tokens
@@ -32,6 +32,20 @@ def cases(device: str) -> Iterator[tuple[Case, list[Method]]]:
     yield replace(many, sweep="many tokens"), [*mine, *IN_PARTS]
     yield loss(N, sweep=TARGETS), [*mine, *ours(device, "one chunk")]
     yield from _forms_of_the_head(device, model, 512 if cpu else N)
+    if cpu:  # has the kernels
+        yield from _gradients_from_samples(device, model)
+
+
+def _gradients_from_samples(device: str, model: str) -> Iterator[tuple[Case, list[Method]]]:
+    """On rows of a language model, beside the exact gradients."""
+    one, apart = ours(device, "", "gradient_samples = 2048"), ", log-probs, then loss"
+    sampled = from_log_probs(device, f"{apart}, gradient_samples = 2048", 2_048)
+    mine = [ONE, *one, *from_log_probs(device, apart), *sampled]
+    case = Case.of("hidden", "loss", model, 512, sweep=SAMPLES, profile=REAL)
+    for dtype in dict.fromkeys((half("hidden", device), "float32")):
+        for N in (512, 2_048):
+            yield replace(case, N=N, dtype=dtype), mine
+        yield replace(case, dtype=dtype, frozen=True), mine
 
 
 def _forms_of_the_head(device: str, model: str, N: int) -> Iterator[tuple[Case, list[Method]]]:

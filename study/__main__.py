@@ -8,11 +8,14 @@ from typing import Annotated, Literal
 import typer
 from rich.progress import track
 
+from benchmarks.records import load
+
 from . import demo as demo_
 from .arms import SCENARIOS
 from .runs import complete, planned
 
 RESULTS = Path(__file__).parent / "results" / "study.jsonl"
+OF_HEAD = RESULTS.with_name("sampled_head.jsonl")
 DOCS = Path(__file__).parents[1] / "docs"
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -49,7 +52,7 @@ def report(records: Path = RESULTS, out: Path = DOCS) -> None:
     from .page import fill
 
     runs = frame(records)
-    print(fill(runs, out / "internals" / "study.md"))
+    print(fill(runs, load(OF_HEAD), out / "internals" / "study.md"))
     for written in of_study(runs, out / "figures"):
         print(written)
 

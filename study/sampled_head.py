@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-import pandas as pd
 import torch
 import typer
 from rich.progress import track
@@ -20,10 +18,8 @@ from torch import Tensor, nn
 from bapo_kernels import BAPOOutput, bapo_loss_from_log_probs
 from bapo_kernels.reference.sampled import row_seeds, sample
 from benchmarks.records import Record, append, environment, load
-from benchmarks.tables import markdown
 
 from .arms import PAPER
-from .compare import paired
 from .language_model import (
     EVALUATE_EVERY,
     HELD_OUT,
@@ -189,8 +185,9 @@ class Steps:
         found = {}
         for low, high in ((0, 0), (1, 3), (4, 15), (16, 31), (32, 32)):
             of = (self.updates >= low) & (self.updates <= high)
-            means = (x.length[of].mean().item() / UPDATES * 1e6 for x in (self, exact))
-            found[f"{low} to {high}"] = [of.sum().item(), *map(rounded, means)]
+            if of.any():
+                means = (x.length[of].mean().item() / UPDATES * 1e6 for x in (self, exact))
+                found[f"{low} to {high}"] = [of.sum().item(), *map(rounded, means)]
         return found
 
 
@@ -237,41 +234,8 @@ def of_variance(updates: int) -> list[Record]:
     return [{"updates": updates, "batches": BATCHES, "variances": variances(policy, batches)}]
 
 
-def tables(records: list[Record]) -> list[str]:
-    """Of the ends of the trainings, of the steps of the head's rows, and of the variances."""
-    trained = [r | {"scenario": TASK, "arm": r["rule"]} for r in records if "rule" in r]
-    columns = {
-        "held_out": [r["held_out"][-1] for r in trained],
-        "entropy": [fmean(r["entropy"][-STALENESS:]) for r in trained],
-        "entries": [fmean(r["entries"]) for r in trained],
-    }
-    runs = pd.DataFrame(trained).assign(**columns)
-    of_rule, ends, steps = runs.groupby("arm"), {}, []
-    for rule in RULES:
-        mine = of_rule.get_group(rule)
-        ends[rule] = {"entries of a row": f"{mine.entries.mean():,.0f}"}
-        for column in ("held_out", "entropy"):
-            name = f"{column.replace('_', '-')}{' reward' * (column == 'held_out')}"
-            values = mine[column]
-            ends[rule][name] = f"{values.mean():.3f} (spread {values.std():.3f})"
-            if rule != "exact":
-                d = paired(runs, TASK, rule, column, "exact")
-                ends[rule][f"{name}, less exact"] = f"{d.mean:+.3f} ± {d.high - d.mean:.3f}"
-        of_bins = pd.DataFrame([*mine.steps])
-        for name in of_bins if rule != "exact" else ():
-            ids, here, exact = (fmean(values) for values in zip(*of_bins[name], strict=True))
-            steps.append([rule, name, f"{ids:,.0f}", f"{here / exact:.2f}"])
-    table = pd.DataFrame(ends).T.fillna("").rename_axis("gradient of the head")
-    columns = ["gradient of the head", "updates with the id", "ids", "step, of the exact one's"]
-    added = pd.json_normalize([r for r in records if "variances" in r]).set_index("updates")
-    added = added.filter(like="variances").rename(columns=lambda name: name.split(".", 1)[1]).T
-    added.columns = [f"after {updates} updates" for updates in added]
-    rows = pd.DataFrame(steps, columns=columns).set_index(columns[0])
-    return [markdown(part) for part in (table, rows, added.map("{:.2%}".format))]
-
-
 def main(seeds: int = SEEDS, out: Path = RESULTS) -> None:
-    """Appends the records that the file lacks, and prints the tables."""
+    """Appends the records that the file lacks; ``study report`` makes the tables."""
     known, facts = load(out), environment() | {"threads": 1}
     done = {(name, r[name]) for r in known for name in ("seed", "updates") if name in r}
     tasks = [(of_variance, "updates", n) for n in MEASURED_AFTER]
@@ -280,7 +244,6 @@ def main(seeds: int = SEEDS, out: Path = RESULTS) -> None:
         pending = [pool.submit(f, n) for f, name, n in tasks if (name, n) not in done]
         for future in track(as_completed(pending), "runs", total=len(pending)):
             append(out, [facts | record for record in future.result()])
-    print(*tables(load(out)), sep="\n\n")
 
 
 if __name__ == "__main__":

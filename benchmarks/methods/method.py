@@ -35,6 +35,7 @@ class Method:
         devices: the devices that it runs on.
         overwrites: it overwrites the logits, which are restored, untimed, before each call.
         live: rows of zero advantage are not read.
+        samples: gradients are from samples that are expected to have so many entries of a row.
         backend: the backend of this package.
     """
 
@@ -48,6 +49,7 @@ class Method:
     devices: tuple[str, ...] = ("cpu", "cuda")
     overwrites: bool = False
     live: bool = False
+    samples: int | None = None
     backend: str | None = None
 
     @property

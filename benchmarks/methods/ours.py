@@ -39,10 +39,10 @@ def train_in_chunks(batch: Batch, live: bool = False, **options: Any) -> Step:
     return train(batch, chunk_tokens=-(-rows // 4), statistics=statistics, **options)
 
 
-def probs(batch: Batch, backend: str) -> Tensor:
+def probs(batch: Batch, backend: str, **options: Any) -> Tensor:
     """Log-probs of the columns; the entropy is computed with them."""
     function = log_probs if batch.case.level == "logits" else linear_log_probs
-    options = {"backend": backend, "sampling_mask": batch.sampling_mask}
+    options |= {"backend": backend, "sampling_mask": batch.sampling_mask}
     return function(*batch.inputs, batch.columns, **options)[0]
 
 
@@ -70,6 +70,7 @@ LOSSES: dict[str, Callable[..., Step]] = {
     "chunk_tokens = N/4": train_in_chunks,
     "live, chunk_tokens = N/4": partial(train_in_chunks, live=True),
     "float32 logits": partial(train, logits_dtype=torch.float32),
+    "gradient_samples = 2048": partial(train, gradient_samples=2_048),
     "two passes": two_passes,
 }
 
@@ -83,6 +84,7 @@ def ours(device: str, *forms: str) -> list[Method]:
             devices=(device,),
             overwrites=form == "in place",
             live=form.startswith("live"),
+            samples=2_048 if "samples" in form else None,
             backend=backend,
         )
         for form in forms
@@ -90,13 +92,15 @@ def ours(device: str, *forms: str) -> list[Method]:
     ]
 
 
-def from_log_probs(device: str, form: str = "") -> list[Method]:
+def from_log_probs(device: str, form: str = "", samples: int | None = None) -> list[Method]:
     """Log-probs of the columns, from which the task is computed."""
+    options = {} if samples is None else {"gradient_samples": samples}
     return [
         Method(
             f"bapo_kernels {backend}{form}",
-            log_probs=partial(probs, backend=backend),
+            log_probs=partial(probs, backend=backend, **options),
             devices=(device,),
+            samples=samples,
             backend=backend,
         )
         for backend in BACKENDS[device]

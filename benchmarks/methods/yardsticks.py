@@ -1,7 +1,8 @@
 """Yardsticks: a copy, or the bare matrix products, in memory that previous calls have touched.
 
-A frozen head needs two products, a trained one three. With a sampling mask no product is of whole
-matrices: the yardstick is a copy, of the head from hidden states, beside zeros over the logits.
+A frozen head needs two products, a trained one three, gradients from samples one. With a sampling
+mask no product is of whole matrices: the yardstick is a copy, of the head from hidden states,
+beside zeros over the logits.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def one_label(batch: Batch) -> Callable[[], object]:
     return call
 
 
-def products(batch: Batch, chunks: int) -> Callable[[], object]:
-    """``h W'``, ``z W``, and for a trained head ``z' h``."""
+def products(batch: Batch, chunks: int, number: int) -> Callable[[], object]:
+    """``h W'``, ``z W``, and for a trained head ``z' h``; so many of them."""
     hidden, weight = (leaf.detach().flatten(0, -2) for leaf in batch.inputs)
     most = min(batch.case.N, MOST)
     size, logits = -(-most // chunks), hidden.new_empty(most, batch.case.V)
@@ -55,8 +56,9 @@ def products(batch: Batch, chunks: int) -> Callable[[], object]:
         for h, dh in zip(hidden.split(size), gradients[0].split(size), strict=True):
             z = logits[: h.shape[0]]
             torch.mm(h, weight.T, out=z)
-            torch.mm(z, weight, out=dh)
-            if not batch.case.frozen:
+            if number > 1:
+                torch.mm(z, weight, out=dh)
+            if number > 2:
                 torch.mm(z.T, h, out=gradients[1])
 
     return call
@@ -87,17 +89,18 @@ def _bytes(batch: Batch, passes: int) -> Floor:
 
 
 def _of_products(number: int, chunks: int = 1) -> Method:
-    name = f"{'two' if number == 2 else 'three'} matrix products"
+    name = ["one matrix product", "two matrix products", "three matrix products"][number - 1]
     name += ", four chunks" if chunks > 1 else ""
 
     def need(batch: Batch) -> Floor:
         return Floor(0.0, 2.0 * number * batch.case.N * batch.case.V * batch.case.H)
 
-    return Method(name, yardstick=partial(products, chunks=chunks), need=need)
+    made = partial(products, chunks=chunks, number=number)
+    return Method(name, yardstick=made, need=need)
 
 
 COPY = Method("copy", yardstick=copied, need=partial(_bytes, passes=2))
 ZEROS = Method("zeros", yardstick=zeroed, need=partial(_bytes, passes=1))
 ONE_LABEL = Method("bapo_kernels, one label", yardstick=one_label, need=partial(_bytes, passes=3))
-TWO, THREE = _of_products(2), _of_products(3)
+ONE, TWO, THREE = map(_of_products, (1, 2, 3))
 IN_CHUNKS = {2: _of_products(2, 4), 3: _of_products(3, 4)}
