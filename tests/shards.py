@@ -113,7 +113,10 @@ def linear_case(name="paper", dtype=torch.float32):
     return replace(case, old_log_probs=(logp + noise).nan_to_num(neginf=-3.0).float())
 
 
-OF_LOG_PROBS = ("temperature", "sampling_mask", "vocab_group", "backend", "bias", "chunk_tokens")
+OF_LOG_PROBS = (
+    *("temperature", "sampling_mask", "vocab_group", "backend", "bias", "chunk_tokens"),
+    "gradient_samples",
+)
 
 
 def outputs_and_loss(module, function, leaves, arguments, **options):

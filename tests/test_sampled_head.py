@@ -10,6 +10,7 @@ from accuracy import assert_as_reference, assert_rounded, assert_same
 from helpers import needs_native, per_token, real_in_turns
 from test_labels import OF_HEAD, OPTIONS, gradients_of, head_of, labels_of, options_of
 from test_linear import CONFIGS, DTYPES, B, H, S, build, check, problem, staleness_of
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from bapo_kernels import (
@@ -274,6 +275,62 @@ def test_as_many_samples_as_columns_are_exact():
     assert_same(sampled_gradients(*given, gradient_samples=400), exact)
     fewer = sampled_gradients(*given, gradient_samples=399)
     assert not torch.equal(fewer[0], exact[0])
+
+
+def test_autocast_with_a_float32_head(same_seeds):
+    """Its gradient is float32, of operands that were rounded."""
+    hidden, weight, labels = small_head()
+    with torch.autocast("cpu", torch.bfloat16):
+        made = sampled_gradients(hidden, weight, labels, logits_dtype=torch.float32)
+    assert [gradient.dtype for gradient in made] == [torch.float32] * 2
+
+    def expected(kind):
+        operands = (x.bfloat16().to(kind) for x in (hidden, weight))
+        dhidden, dweight = sampled_gradients(*operands, labels, function=reference.linear_log_probs)
+        return dhidden.bfloat16().to(kind), dweight
+
+    assert_as_reference(made, expected, roundings=10)
+
+
+def test_parts_that_are_frozen_and_adapters():
+    """The other gradients stay the same; those of a sum of products are autograd's."""
+    hidden, weight, labels = small_head()
+    _, dweight = sampled_gradients(hidden, weight, labels)
+    leaf = weight.clone().requires_grad_()
+    logp, entropy = linear_log_probs(hidden, leaf, labels, gradient_samples=16)
+    (logp.sum() + 0.1 * entropy.sum()).backward()
+    assert_same(leaf.grad, dweight)
+    B = torch.randn(len(weight), 2, requires_grad=True)
+    A = torch.randn(2, H, requires_grad=True)
+    sum_ = weight - 2.0 * (B @ A).detach() + 2.0 * (B @ A)  # W, but for roundings
+    logp, entropy = linear_log_probs(hidden, sum_, labels, gradient_samples=16)
+    (made,) = torch.autograd.grad(logp.sum() + 0.1 * entropy.sum(), A, retain_graph=True)
+    (of_sum,) = torch.autograd.grad(logp.sum() + 0.1 * entropy.sum(), sum_)
+    assert_rounded(made, 2.0 * B.detach().T @ of_sum, 100, of=made.abs().max())
+
+
+def gradient_of_fsdp2(rank):
+    """Of a head that two ranks share, whose search is over both."""
+    hidden, weight, labels = small_head()
+    model = torch.nn.Linear(*weight.shape[::-1], bias=False)
+    with torch.no_grad():
+        model.weight.copy_(weight)
+    fully_shard(model)
+    given = hidden, model.weight, labels, None, torch.linspace(-1.0, 1.0, len(labels))
+    options = dict(gradient_samples=16, process_group=torch.distributed.group.WORLD)
+    bapo_linear_loss(*given, **options).loss.backward()
+    return model.weight.grad.full_tensor()
+
+
+@pytest.mark.xdist_group("world")
+def test_fsdp2(worlds):
+    """The same tokens on both ranks, so that the mean of their gradients is that of one."""
+    hidden, weight, labels = small_head()
+    weight.requires_grad_()
+    A = torch.linspace(-1.0, 1.0, len(labels))
+    bapo_linear_loss(hidden, weight, labels, None, A, gradient_samples=16).loss.backward()
+    for got in worlds(2).run(gradient_of_fsdp2):
+        assert_same(got, weight.grad)
 
 
 def test_no_rows():

@@ -149,7 +149,10 @@ def loss_of_head(module, function, *leaves, **options):
     return outputs_and_loss(module, function, leaves, case.arguments(), **options)[1]
 
 
-@pytest.mark.parametrize(("function", "options"), CALLS)
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [*CALLS, *((function, {"gradient_samples": 9}) for function, _ in CALLS[:2])],
+)
 def test_zero3(function, options):
     """A weight that exists during forward and, gathered again, during backward only."""
     hidden, whole, bias = head()
