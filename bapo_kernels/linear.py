@@ -85,6 +85,12 @@ def bapo_linear_loss(
             the dtype in which their products are summed. Their gradient is rounded to the dtype of
             the inputs, except on a CPU that multiplies this dtype in float32 (``python -m
             bapo_kernels`` shows it). Default: the dtype of the inputs, or of autocast.
+        gradient_samples: an integer C from 1 to 65,536 makes the gradient of each row from a sample
+            of its ids, whose mean is the exact one (to 0.3/C of its L1 norm, without an entropy
+            term): at most C entries are expected, and its label. A row then takes one product with
+            the head, and no logits are recomputed. Rows with a set stay exact. Default: exact.
+            docs/hidden_states.md has the rule (Wangni et al. 2017, arXiv 1710.09854), its error,
+            and what it means for Adam.
         vocab_group: the rows of ``lm_head_weight`` and ``bias`` are sharded over it, in rank order,
             any number of them. Every rank passes the same hidden states and labels of the whole
             vocabulary. It gets the same output, the gradient of its rows, and the whole gradient of
@@ -191,6 +197,8 @@ def linear_log_probs(
             it is in forward, except in float16, and a gradient of the entropy takes another in
             backward.
         chunk_tokens, logits_dtype: as in :func:`bapo_linear_loss`.
+        gradient_samples: as there. Forward keeps the samples, of 8 bytes per entry, and backward
+            recomputes no logits, also with a gradient of the entropy.
 
     Examples:
         >>> hidden, weight = torch.ones(2, 4), torch.zeros(10, 4)
