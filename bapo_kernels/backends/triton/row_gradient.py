@@ -176,8 +176,8 @@ def row_gradient(
     scalars = *sizes, *numbers, softcapped, present
     if several:
         packed, sums = labels.new_empty(rows + labels.numel()), dlog_probs.new_empty(rows)
-        known = labels, stats, entropy, dlog_probs, dentropy, only, fields, packed, sums
-        label_operands = *matrices, *known, labels.shape[1], *scalars
+        found = labels, stats, entropy, dlog_probs, dentropy, only, fields, packed, sums
+        label_operands = *matrices, *found, labels.shape[1], *scalars
         label_gradients(rows, label_operands, found=False)
         labels, dlog_probs = packed, sums
     known = labels, stats, entropy, dlog_probs, dentropy, only, drawn, fields

@@ -101,15 +101,15 @@ def _sample_rows_kernel(
     slope: tl.float64,
     SOFTCAP: tl.constexpr,
     PRESENT: tl.constexpr,
-    ALIGN: tl.constexpr,
     W: tl.constexpr,
 ):
+    """A thread takes elements apart, as its stores are: wide loads would be exchanged for them."""
     first = 0
     if shard is not None:
         first = tl.load(shard).to(tl.int32)
     programs = tl.num_programs(0).to(tl.int64)
     for index in range(tl.program_id(0).to(tl.int64), rows, programs):
-        row = row_math.row_pointer(logits, index, rows_per_batch, batch_stride, row_stride, ALIGN)
+        row = row_math.row_pointer(logits, index, rows_per_batch, batch_stride, row_stride, 1)
         of_row = labels + index * K
         transform = inner, scale2, scale, slope
         token = tokens, rows, index, True
@@ -186,12 +186,12 @@ def sample_rows(
     present &= bits(TEMPERATURES)
     softcapped, numbers = transform(options, bool(present))
     shape = row_shape(logits, softcapped, 256)
-    (_, *sizes), ALIGN = row_sizes(logits, None, None)
+    (_, *sizes), _ = row_sizes(logits, None, None)
     N, places = ids.shape
     K, fields = labels.numel() // max(1, N), tokens if present else None
     _sample_rows_kernel[(resident_programs(N, shape.num_warps),)](
         *(logits, labels, stats, beside, seeds, shard, fields, counts, ids, values, drawn),
         *(K, gradient_samples, places, N, *sizes[:4], *numbers),
-        *(softcapped, present, ALIGN, shape.W),
+        *(softcapped, present, shape.W),
         **limits(shape.num_warps, registers=96),
     )
