@@ -6,13 +6,15 @@ from itertools import product
 import pytest
 import torch
 from accuracy import assert_rounded, assert_same
-from helpers import needs_native, real_in_turns
+from helpers import DEVICES, needs_native, real_in_turns
+from operands import tokens_of
 from test_linear import CONFIGS, DTYPES, build, check, problem, staleness_of
 
 from bapo_kernels.config import BAPOConfig
 from bapo_kernels.core.head import sampled
+from bapo_kernels.core.operators import NAMESPACES
 from bapo_kernels.reference import sampled as reference_sampled
-from bapo_kernels.reference.sampled import row_seeds, sample
+from bapo_kernels.reference.sampled import row_seeds, sample, uniforms
 from bapo_kernels.tools.real_rows import real_rows
 
 pytestmark = needs_native
@@ -22,27 +24,37 @@ LN2 = math.log(2.0)
 OF_EXP = 50  # roundings: 2^t has those of t, which is down to -50
 
 
-def draw(logits, labels, C, first=None, seeds=None, **transform):
-    """Of rows of logits: kept, bool; the logits there, NaN elsewhere; t, part, shift and mass."""
-    options, ops = BAPOConfig(**transform).options, torch.ops.bapo_kernels
-    n, V = logits.shape
+def draw(backend, logits, labels, C, seeds, first=0, columns=None, temperatures=None, **transform):
+    """Of rows of logits, or of their columns of a shard: kept, bool; the logits there, NaN
+    elsewhere; t, part, shift and mass."""
+    options = BAPOConfig(**transform).options
+    (n, V), whole = logits.shape, columns is None
+    tokens, present = tokens_of(n, temperatures=temperatures)
     stats, log_probs = torch.empty(n, 2).double(), torch.empty(labels.shape).double()
-    given, counted = (None, 0, options), torch.ones(n, dtype=torch.bool)
+    given, counted = (tokens if present else None, present, options), torch.ones(n).bool()
     found = log_probs, stats.new_empty(n), stats
-    ops.row_statistics(logits[None], None, labels, counted, *given, *found)
+    torch.ops.bapo_kernels.row_statistics(logits[None], None, labels, counted, *given, *found)
     beside = 1.0 - torch.where(sampled.repeats(labels), 0.0, log_probs.exp()).sum(1)
+    V, span = (V, None) if whole else (columns, torch.tensor([first, V]))
     places = min(V, 2 * C + 512) + labels.shape[1]
     counts, ids = torch.full((n,), -1).int(), torch.full((n, places), -1).int()
-    values, drawn = torch.full((n, places), math.nan), torch.full((n, 4), math.nan).double()
-    span = None if first is None else torch.tensor([first, first + V])
-    known = labels.sort(1)[0], stats, beside, seeds, span, C
-    ops.sample_rows(logits[None], *known, *given, counts, ids, values, drawn)
+    made = counts, ids, torch.full((n, places), math.nan), torch.full((n, 4), math.nan).double()
+    here = logits[None, :, first : first + V], labels.sort(1)[0] - first
+    arguments = *here, stats, beside, seeds, span, C, *given, *made
+    counts, ids, values, drawn = run_sample_rows(backend, *arguments)
     kept, shown = torch.zeros(n, V, dtype=torch.bool), torch.full((n, V), math.nan)
     for row, count in enumerate(counts.tolist()):
-        columns = (ids[row, :count] - (first or 0)).long()
+        columns = (ids[row, :count] - first).long()
         assert (columns.diff() > 0).all()
         kept[row, columns], shown[row, columns] = True, values[row, :count]
     return kept, shown, (drawn / stats[:, 1:]).unbind(1)
+
+
+def run_sample_rows(backend, *arguments):
+    """Its results, for arguments on the CPU."""
+    moved = [x.to(DEVICES[backend]) if isinstance(x, torch.Tensor) else x for x in arguments]
+    getattr(torch.ops, NAMESPACES[backend]).sample_rows(*moved)
+    return [result.cpu() for result in moved[-4:]]
 
 
 def of_labels_alone(labels):
@@ -54,6 +66,7 @@ TRANSFORMS = {
     "T=0.6": (0.6, {}),
     "soft cap": (1.0, dict(final_logit_softcapping=30.0)),
     "scale": (0.3, dict(temperature=1.3, logit_scale=0.9)),
+    "temperatures": (1.0, dict(temperatures=(0.6, 1.0, 1.7))),
 }
 
 
@@ -67,13 +80,19 @@ def log_p_of(logits, final_logit_softcapping=math.inf, temperature=1.0, logit_sc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("C", [16, 2048])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_sets_are_those_of_the_reference(dtype, C, name):
+def test_sets_are_those_of_the_reference(backend, dtype, C, name):
     """But for ids within rounding of their border, at most 1 in 10,000 of those that are kept."""
     T, transform = TRANSFORMS[name]
-    logits, drawn = real_rows((40,), 30_011, T)
+    n, V = (40, 30_011) if backend != "triton" else (12, 5_003)
+    logits, drawn = real_rows((n,), V, T)
     logits, labels = logits.to(dtype), torch.stack([drawn, drawn, drawn.flip(0)], 1)
-    seeds, log_p = of_labels_alone(labels), log_p_of(logits, **transform)
-    kept, values, drawn = draw(logits, labels, C, seeds=seeds, **transform)
+    given, scaled = dict(transform), logits
+    if temperatures := given.pop("temperatures", None):
+        given["temperatures"] = torch.tensor(temperatures).repeat(n)[:n]
+        scaled = logits.double() / given["temperatures"][:, None].double()
+    seeds = of_labels_alone(labels)
+    log_p = log_p_of(scaled, **{} if temperatures else transform)
+    kept, values, drawn = draw(backend, logits, labels, C, seeds, **given)
     t, part, shift, mass = (x.float() for x in drawn)
     assert_same(values[kept], logits[kept].float())
     expected = sample(log_p, labels, seeds, C)
@@ -88,7 +107,7 @@ def test_sets_are_those_of_the_reference(dtype, C, name):
     assert_rounded(mass, small.sum(1), OF_EXP)
     count = is_drawn.sum(1)
     some = ~differs & (count > 0)
-    assert some.sum() > 20
+    assert some.sum() > n / 2
     assert_rounded(part[some], (small.sum(1) / count)[some], OF_EXP)
     log_ratio = (log_p - (p * log_p).sum(1, keepdim=True)).where(log_p > -torch.inf, 0.0)
     dentropy = -part[:, None] * log_ratio - LN2 * shift[:, None]
@@ -97,27 +116,50 @@ def test_sets_are_those_of_the_reference(dtype, C, name):
         assert_rounded(dentropy[row][of].float(), expected.dentropy[row][of], OF_EXP, 20 * t[row])
 
 
-def test_parts_of_a_vocabulary_draw_by_its_ids():
-    """Ids of a shard are those of the whole vocabulary: its set is a part of the whole row's."""
-    logits, drawn = real_rows((10,), 5_000)
-    logits, labels = logits.float(), drawn[:, None]
-    seeds = of_labels_alone(labels)
-    kept, _, _ = draw(logits, labels, 64, seeds=seeds)
-    here, _, _ = draw(logits, labels, 64, first=10_000, seeds=seeds)
-    assert (here != kept).any()
+def test_parts_of_a_vocabulary_draw_by_its_ids(backend):
+    """The set of a shard is that of the whole row in its columns."""
+    logits, drawn = real_rows((10,), 4_000)
+    logits, labels = logits.float(), torch.stack([drawn, drawn.flip(0)], 1)
+    given = backend, logits, labels, 64, of_labels_alone(labels)
+    kept, _, _ = draw(*given)
+    for first, columns in ((0, 1_500), (1_500, 2_500)):
+        here, _, (t, *_) = draw(*given, first=first, columns=columns)
+        assert_same(here[t > 0], kept[t > 0, first : first + columns])
 
 
-def test_a_row_beyond_its_places_is_nan():
+def sample_of(backend, logits, stats, beside=1.0, C=8, places=20, seed=1, label=0):
+    """Counts, ids, values and drawn of one row, for statistics that it need not have."""
+    stats, beside = torch.tensor([stats]).double(), torch.tensor([beside]).double()
+    given = torch.tensor([[label]]), stats, beside, torch.tensor([seed]).int(), None, C
+    made = torch.empty(1).int(), torch.empty(1, places).int(), torch.empty(1, places)
+    given = *given, None, 0, BAPOConfig().options, *made, torch.empty(1, 4).double()
+    return run_sample_rows(backend, logits[None, None], *given)
+
+
+def test_a_row_beyond_its_places_is_nan(backend):
     """Which needs an unlucky seed: here t is too small by far."""
-    logits = torch.randn(1, 3_000)
-    labels, stats = torch.tensor([[5]]), torch.tensor([[0.0, 3_000.0]]).double()
-    beside, seeds = torch.tensor([0.01]).double(), torch.tensor([1]).int()
-    counts, ids = torch.empty(1).int(), torch.empty(1, 20).int()
-    values, drawn = torch.empty(1, 20), torch.empty(1, 4).double()
-    known = labels, stats, beside, seeds, None, 8, None, 0, BAPOConfig().options
-    torch.ops.bapo_kernels.sample_rows(logits[None], *known, counts, ids, values, drawn)
+    counts, _, values, _ = sample_of(backend, torch.randn(3_000), (0.0, 3_000.0), beside=0.01)
     assert counts == 20
     assert values[0, 0].isnan()
+
+
+def test_the_largest_hash_keeps_what_is_equal_to_the_threshold(backend):
+    """Whose border is the threshold itself; 2^t of all ids is."""
+    seed, id = -1508640499, 5
+    assert uniforms(torch.tensor([seed]), torch.tensor([id])) == 1 - 2.0**-25
+    counts, ids, _, drawn = sample_of(backend, torch.zeros(20), (0.0, 8.0), seed=seed)
+    assert counts == 20
+    assert_same(ids[0], torch.arange(20).int())
+    assert drawn[0].tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("sum", [math.nan, math.inf, 2.0**-120])
+def test_labels_alone(backend, sum):
+    """Of rows that are not finite, and where borders would be denormals."""
+    logits = torch.zeros(300)
+    counts, ids, values, drawn = sample_of(backend, logits, (0.0, sum), label=7)
+    assert (counts, ids[0, 0], values[0, 0]) == (1, 7, 0)
+    assert not drawn.any()
 
 
 @pytest.fixture
@@ -132,10 +174,10 @@ CASES += [(dtype, "entropy", True) for dtype in DTYPES[1:]]
 
 
 @pytest.mark.parametrize(("dtype", "name", "frozen"), CASES)
-def test_options(same_seeds, dtype, name, frozen):
+def test_options(same_seeds, backend, device, dtype, name, frozen):
     """Logits of half precision would be rounded, and have other sets."""
     real = real_in_turns(CONFIGS, name, frozen)
-    given = problem(dtype, "cpu", build(name), staleness_of(dtype), real=real)
+    given = problem(dtype, device, build(name), staleness_of(dtype), real=real)
     for C, chunk_tokens, sets in ((16, 5, "all"), (100, None, "live")):
         options = dict(chunk_tokens=chunk_tokens, logits_dtype=torch.float32, frozen=frozen)
-        check(*given, "cpu", sets, gradient_samples=C, **options)
+        check(*given, backend, sets, gradient_samples=C, **options)
