@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...config import IGNORE_INDEX
 from . import row_math
 from .kernel import Kernel
 from .launch import limits, resident_programs, row_shape, row_sizes, transform
@@ -21,7 +20,6 @@ LEAST_DIFFERENCE = tl.constexpr(2.0**-10)
 # Below, borders would be denormals: nothing beside the labels is kept.
 LEAST_THRESHOLD = tl.constexpr(2.0**-100)
 NO_LABEL = tl.constexpr(2**62)  # beyond all columns
-NONE = tl.constexpr(IGNORE_INDEX)
 
 
 @triton.jit
@@ -49,7 +47,7 @@ def _marks(column, end, labels, next, K):
     is_label = column < 0
     label = tl.load(labels + next, next < K, other=NO_LABEL)
     while label < end:
-        is_label |= column == tl.maximum(label, NONE).to(tl.int32)
+        is_label |= column == tl.maximum(label, -1).to(tl.int32)
         next += 1
         label = tl.load(labels + next, next < K, other=NO_LABEL)
     return is_label, next
