@@ -7,7 +7,7 @@ import pytest
 import torch
 from accuracy import assert_rounded, assert_same
 from helpers import DEVICES, needs_native, real_in_turns
-from operands import tokens_of
+from operands import call, options_of, tokens_of
 from test_linear import CONFIGS, DTYPES, build, check, problem, staleness_of
 
 from bapo_kernels.config import BAPOConfig
@@ -160,6 +160,44 @@ def test_labels_alone(backend, sum):
     counts, ids, values, drawn = sample_of(backend, logits, (0.0, sum), label=7)
     assert (counts, ids[0, 0], values[0, 0]) == (1, 7, 0)
     assert not drawn.any()
+
+
+def test_a_small_difference_is_summed_instead(backend):
+    """1 - p of the label may be rounded to 0."""
+    *_, drawn = sample_of(backend, torch.zeros(300), (0.0, 300.0), beside=0.0, label=7)
+    assert drawn[0, [0, 3]].tolist() == [299 / 8, 299]
+
+
+def test_gradients_of_what_was_drawn(backend, device):
+    """Below the threshold ``part`` stands for 2^t, and ``part*t + shift`` for t*2^t."""
+    n, m, sum_2t, H, drawn = 3, 40, 5.0, 1.3, torch.tensor([0.02, 0.03, -0.2, 0.0]).double()
+    z, g = 6 * torch.randn(n, m), torch.tensor([0.5, 0.0, -1.0]).double()
+    dentropy, temperatures = torch.tensor([0.3, -2.0, 0.0]).double(), torch.tensor([0.8, 1.0, 2.0])
+    stats = torch.tensor([1.0, sum_2t]).double().repeat(n, 1)
+    for softcap, with_entropy, heated in product((math.inf, 8.0), (True, False), (True, False)):
+        tokens, present = tokens_of(n, temperatures=temperatures if heated else None)
+        known = dict(logits=z.flatten(), offsets=torch.arange(n + 1) * m, tokens=tokens)
+        known |= dict(labels=torch.full((n,), -1), dlog_probs=g, dlogits=torch.empty(n * m))
+        known |= dict(stats=stats, entropy=torch.full((n,), H).double(), drawn=drawn.repeat(n, 1))
+        known |= dict(dentropy=dentropy) if with_entropy else {}
+        known = {name: value.to(device) for name, value in known.items()}
+        options = options_of(softcap=softcap)
+        ops = getattr(torch.ops, NAMESPACES[backend])
+        call(ops, "row_gradient", known, present=present, options=options)
+
+        capped, y = softcap < math.inf, z.double()
+        slope = (1 / temperatures.double() if heated else torch.ones(n).double())[:, None]
+        scale, y = (softcap * slope, torch.tanh(y / softcap)) if capped else (slope, y)
+        t = (y - 1.0) * scale / LN2
+        threshold, part, shift, _ = drawn
+        small = t.exp2() < threshold
+        e = torch.where(small, part, t.exp2()) / sum_2t
+        log_p = LN2 * (e * t + torch.where(small, shift / sum_2t, 0.0)) - e * math.log(sum_2t)
+        bonus = -dentropy[:, None] * with_entropy
+        terms = torch.stack([bonus * log_p, bonus * H * e, -g[:, None] * e])
+        terms *= slope * (1 - y * y if capped else 1)
+        of = terms.abs().sum(0) + e * t.abs() * slope
+        assert_rounded(known["dlogits"].view(n, m), terms.sum(0), OF_EXP, of)
 
 
 @pytest.fixture
