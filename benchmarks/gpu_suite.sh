@@ -38,7 +38,8 @@ TESTS=(tests/test_gpu.py tests/test_loss.py tests/test_linear.py tests/test_log_
   tests/test_fuzz.py)
 OTHER_TESTS=(tests/test_sampling_mask.py tests/test_policies.py tests/test_prepare.py
   tests/test_triton_rows.py tests/test_triton_sets.py tests/test_triton_sequences.py
-  tests/test_distributed.py tests/test_metrics.py tests/test_compile.py)
+  tests/test_distributed.py tests/test_metrics.py tests/test_compile.py
+  tests/test_sampled_head.py)
 WORKERS=6
 # Rows in one block and in clusters of every size, aligned or not.
 CHECKED_SIZES=(--N 512 --H 256 --V 5000 --V 20000 --V 40000 --V 80001 --V 151936 --V 262209)

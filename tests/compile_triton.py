@@ -165,6 +165,17 @@ def several_labels(dtype, n=N, count=5, everything=False, of_sets=False, **varia
         launch(operator, known | of_rows)
 
 
+def one_sample(dtype, n=N, count=1, everything=False, **variant):
+    """Of rows, and their gradient; with everything of a shard."""
+    known = operands(n, everything, **variant) | dict(gradient_samples=2_048, labels=i64(n, count))
+    known |= dict(beside=zeros(n), drawn=zeros(n, 4), shard=i64(2) if everything else None)
+    known |= {name: torch.zeros(n, dtype=torch.int32) for name in ("seeds", "counts")}
+    known |= dict(ids=torch.zeros(n, 4_608, dtype=torch.int32), values=f32(n, 4_608))
+    launch("sample_rows", known, logits=rows(dtype, n))
+    known |= dict(labels=i64(n), logits=f32(8 * n), offsets=i64(n + 1))
+    launch("row_gradient_", known | (dict(dentropy=zeros(n)) if everything else {}))
+
+
 def one_search(uniform=False, unclipped=False, n=N, of_sequences=False, value=1.0):
     kinds = dict(uniform_weight=uniform, unclipped_only=unclipped, target_is_ratio=uniform)
     kinds |= dict(upper_first=not uniform, upper_max=PAPER.upper_max)
@@ -302,6 +313,8 @@ def compile_variants(compiled: Compiled, variants: Variants) -> None:
             one_row_gradient(dtype, softcap=softcap, **OF_A_ROW[name])
             compiled.variant = f"several labels, {dtype}, softcap {softcap}, {name}"
             several_labels(dtype, softcap=softcap, **OF_A_ROW[name])
+            compiled.variant = f"sample, {dtype}, softcap {softcap}, {name}"
+            one_sample(dtype, softcap=softcap, **OF_A_ROW[name])
         compiled.variant = f"{dtype}"
         one_row_statistics(dtype)
         launch("scale_", x=torch.empty(N, V, dtype=dtype), factor=f32(1))
@@ -331,6 +344,7 @@ def compile_other_values(compiled: Compiled, variants: Variants) -> list[str]:
         one_row_pass(torch.bfloat16, everything=True, kl=2, **of_rows)
         one_row_gradient(torch.bfloat16, everything=True, **of_rows)
         several_labels(torch.bfloat16, count=16, everything=True, **of_rows)
+        one_sample(torch.bfloat16, count=16, everything=True, **of_rows)
         one_search(n=n, value=value)
         one_token_loss(everything=True, kl=2, n=n, value=value)
         for packed in (False, True):

@@ -199,6 +199,11 @@ def arguments_of(operator, device="cpu", **changes):
     known |= dict(order=torch.arange(K), rows=torch.arange(K).int() // 2)
     known |= dict(segments=torch.arange(V + 1).clamp(max=K))
     known |= dict(x=torch.randn(2, 3, V), factor=torch.tensor(2.0))
+    # Of samples.
+    known |= dict(beside=double(N), seeds=ids[:N], gradient_samples=2, counts=ids[:N].clone())
+    known |= dict(ids=torch.zeros(N, 2).int(), drawn=None)
+    if operator == "sample_rows":
+        known |= dict(values=torch.zeros(N, 2), drawn=double(N, 4))
     names = [argument.split()[-1] for argument in SCHEMAS[operator].split(", ")]
     if not operator.startswith("row_") or operator.endswith("_"):
         known["offsets"] = torch.arange(0, 14, 2)[: N + 1]
@@ -286,6 +291,11 @@ def test_ops_refuse_what_would_corrupt_memory(backend, device):
         ("head_sets_pass", "dhidden", torch.zeros(N, 8).bfloat16()),  # of fewer bits
         ("sets_dhidden", "dhidden", torch.zeros(N - 1, 8)),  # room for too few rows
         ("sets_dweight", "segments", torch.arange(V)),  # too few
+        ("row_gradient", "drawn", double(N, 4)),  # of rows that are no sets
+        ("row_gradient_", "drawn", double(N, 3)),  # too few
+        ("sample_rows", "ids", torch.zeros(N, 3).int(), torch.zeros(N, 0).int()),  # not as values
+        ("sample_rows", "seeds", torch.zeros(N).long()),  # of another dtype
+        ("sample_rows", "gradient_samples", 0),
         *((name, "options", other_version) for name in SCHEMAS if "[] options" in SCHEMAS[name]),
     ):
         rule = (

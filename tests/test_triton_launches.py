@@ -68,7 +68,7 @@ def test_every_operator(launches, monkeypatch):
     assert launches["prepare"] == [1, 1, 1, 1, 3]
     most = {name: max(counts) for name, counts in launches.items()}
     assert most == {name: LAUNCHES[name] for name in most}
-    assert LAUNCHES.keys() - most.keys() <= {"row_gradient_", *OF_SETS}
+    assert LAUNCHES.keys() - most.keys() <= {"row_gradient_", "sample_rows", *OF_SETS}
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
@@ -92,6 +92,8 @@ def test_every_operator_on_sets(launches):
     bapo_linear_loss(hidden, weight, *case.arguments(), **given).loss.backward()
     linear_log_probs(hidden, weight, case.labels, **given)[0].sum().backward()
     bapo_loss(case.logits, *case.arguments(), **given)
+    linear_log_probs(hidden, weight, case.labels, backend="triton", gradient_samples=8)
+    assert launches["sample_rows"] == [1]
     most = {name: max(launches[name]) for name in OF_SETS}
     without_long_ones = {"head_sets_pass": 3, "sets_dhidden": 1, "sets_dweight": 1}
     assert most == {name: LAUNCHES[name] for name in OF_SETS} | without_long_ones

@@ -180,6 +180,7 @@ void halves() {
     const std::string t = type<Half>();
     define<float(Half)>("cvt.f32" + t, kConvert);
     define<double(Half)>("cvt.f64" + t, kConvert);
+    define<float(Half, float)>("sub.rn.f32" + t, [](Half a, float b) { return float(a) - b; });
     define<Half(float)>("cvt.rn" + t + ".f32", kConvert);
     define<uint32_t(float, float)>("cvt.rn" + t + "x2.f32", [](float high, float low) {
         return bits_of(Half(high)) << 16 | bits_of(Half(low));

@@ -61,7 +61,7 @@ def _operators() -> dict[str, Callable[..., None]]:
     """The launchers, each in a module as the function of its name."""
     names = (
         *("prepare", "row_pass", "row_gradient", "search", "sequences", "token_loss"),
-        *("sampling_sets", "head_sampling_sets"),
+        *("sampling_sets", "head_sampling_sets", "sample_rows"),
     )
     modules = [importlib.import_module(f".{name}", __name__) for name in names]
     return {name: f for module in modules for name, f in vars(module).items() if name in SCHEMAS}

@@ -22,10 +22,12 @@ from .tokens import ADVANTAGES, LOWER, TEMPERATURES, UPPER, bits
 _DTYPES = {
     **dict.fromkeys(("labels", "offsets", "shard", "positions", "order", "segments"), torch.int64),
     **dict.fromkeys(("token_ids", "rows", "ticket"), torch.int32),
+    **dict.fromkeys(("seeds", "counts", "ids"), torch.int32),
     **dict.fromkeys(("undecided", "only"), torch.uint8),
     **dict.fromkeys(("counted", "unmasked"), torch.bool),
     **dict.fromkeys(("log_probs", "entropy", "stats", "dlog_probs", "dentropy"), torch.float64),
     **dict.fromkeys(("weights", "table", "masses", "log_ratios", "dlog_ratios"), torch.float64),
+    **dict.fromkeys(("beside", "drawn"), torch.float64),
     **dict.fromkeys(("tokens", "bounds", "report", "factor", "outputs"), torch.float32),
     **dict.fromkeys(("logits", "dlogits", "values", "dvalues", "bias", "dbias"), torch.float32),
 }
@@ -40,7 +42,7 @@ _CALLER_DTYPES = (
 )
 _ADVANTAGE_OPS = "row_pass", "row_pass_", "head_sets_pass", "contributions", "search", "token_loss"
 _PER_LABEL = "labels", "positions", "log_probs", "dlog_probs"
-_SEVERAL_LABELS = "row_statistics", "row_gradient", "row_gradient_", "find_labels"
+_SEVERAL_LABELS = "row_statistics", "row_gradient", "row_gradient_", "find_labels", "sample_rows"
 _require = partial(require, error=RuntimeError)
 
 _MAX_KNOWN = 4_096
@@ -82,6 +84,8 @@ def _check(op: str, given: dict[str, Any]) -> None:
     if "present" in given:
         _check_present(op, given)
     are_sets = op.startswith("row_") and given["offsets"] is not None
+    is_of_sets = "drawn" not in given or op == "sample_rows" or are_sets or given["drawn"] is None
+    _require(is_of_sets, "drawn", "be of sets", "that of rows")
     counts = _counts(given, are_sets)
     if op in _SEVERAL_LABELS and given["labels"].ndim == 2:
         per_row = given["labels"].shape[1]
@@ -93,6 +97,8 @@ def _check(op: str, given: dict[str, Any]) -> None:
         _require(divides, "length", f"divide the {N} tokens", length)
     if "table" in given:
         _check_table(**given)
+    if op == "sample_rows":
+        _check_places(given["labels"], given["gradient_samples"], given["ids"], counts)
     device = next(iter(given.values())).device
     for name, value in given.items():
         if not isinstance(value, Tensor):
@@ -131,6 +137,7 @@ def _counts(given: dict[str, Any], are_sets: bool) -> dict[str, int]:
     counts |= dict.fromkeys(("values", "dvalues", "logits", "dlogits"), K)
     counts |= dict(offsets=N + 1, segments=V + 1, bias=V, dbias=V, bounds=2, masses=6, shard=2)
     counts |= dict(stats=2 * N, tokens=len(FIELDS) * N, report=len(REPORT), factor=1, ticket=1)
+    counts |= dict(drawn=4 * N)
     counts["outputs"] = N if given.get("entropy") is None else 2 * N
     counts["table"] = given["table"].numel() if "table" in given else 0
     return counts
@@ -184,6 +191,15 @@ def _check_table(table: Tensor, options: list[float], rank: int = 0, **others: A
     is_right = table.ndim == 2 and table.shape[0] >= 1 and table.shape[1] == points
     _require(is_right, "table", f"have shape (ranks, {points})", tuple(table.shape))
     _require(0 <= rank < table.shape[0], "rank", f"be in [0, {table.shape[0]})", rank)
+
+
+def _check_places(labels: Tensor, samples: int, ids: Tensor, counts: dict[str, int]) -> None:
+    """Checks the places of samples, the same for ids and values."""
+    _require(samples >= 1, "gradient_samples", "be positive", samples)
+    N, K = counts["seeds"], labels.shape[1] if labels.ndim == 2 else 1
+    is_right = ids.ndim == 2 and ids.shape[0] == N and ids.shape[1] >= K
+    _require(is_right, "ids", f"have shape ({N}, {K} or more)", tuple(ids.shape))
+    counts |= dict.fromkeys(("ids", "values"), ids.numel())
 
 
 def _check_prepare(given: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ def _row_gradient_kernel(
     dlog_probs,
     dentropies,
     only,
+    drawn,
     tokens,
     rows: tl.int64,
     K: tl.int64,
@@ -65,14 +66,14 @@ def _row_gradient_kernel(
     UNROLL: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
-    """Rows with ``offsets`` are the values of sampling sets.
+    """Rows with ``offsets`` are the values of sampling sets, or of samples with ``drawn``.
 
     Often there is nothing to do, because no row was undecided: few programs find that out sooner
     than one per row.
     """
     sizes = K, rows_per_batch, V, batch_stride, row_stride, dbatch_stride, drow_stride
     transform = inner, scale2, scale, slope
-    known = labels, stats, entropies, dlog_probs, dentropies
+    known = labels, stats, entropies, dlog_probs, dentropies, drawn
     programs = tl.num_programs(0).to(tl.int64)
     for begin in range(tl.program_id(0).to(tl.int64), rows, FLAGS * programs):
         end = tl.minimum(rows, begin + FLAGS * programs)
@@ -98,7 +99,7 @@ def _write_row_gradient(
     W: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    labels, stats, entropies, dlog_probs, dentropies = known
+    labels, stats, entropies, dlog_probs, dentropies, drawn = known
     index = token[2]
     g = tl.load(dlog_probs + index)
     bonus = g * 0.0
@@ -117,8 +118,12 @@ def _write_row_gradient(
         logp = row_math.label_log_prob(z, origin, log_sum, transform, SOFTCAP)
         given = row, grad, V, (label, z, logp), statistics, (g, bonus), transform
         BONUS: tl.constexpr = dentropies is not None
+        of_sample = None
+        if drawn is not None:
+            place = drawn + 4 * index
+            of_sample = tl.load(place), tl.load(place + 1), tl.load(place + 2)
         tl.debug_barrier()
-        row_math.write_gradient(*given, SOFTCAP, BONUS, W, UNROLL)
+        row_math.write_gradient(*given, SOFTCAP, BONUS, W, UNROLL, of_sample)
 
 
 _row_kernel = Kernel(_row_gradient_kernel, specialised=("logits", "dlogits", "V"))
@@ -162,24 +167,23 @@ def row_gradient(
     options: list[float],
     dlogits: Tensor,
 ) -> None:
-    assert drawn is None
     present &= bits(TEMPERATURES)
     softcapped, numbers = transform(options, bool(present))
     shape = row_shape(logits, softcapped) if offsets is None else set_shape()
     sizes, ALIGN = row_sizes(logits, dlogits, offsets)
     rows, several = entropy.numel(), labels.numel() > entropy.numel()
-    matrices, optional = (logits, dlogits, offsets), (dentropy, only, tokens if present else None)
+    matrices, fields = (logits, dlogits, offsets), tokens if present else None
     scalars = *sizes, *numbers, softcapped, present
     if several:
         packed, sums = labels.new_empty(rows + labels.numel()), dlog_probs.new_empty(rows)
-        known = labels, stats, entropy, dlog_probs, *optional, packed, sums
-        label_operands = *matrices, *known, labels.shape[1], *scalars
+        found = labels, stats, entropy, dlog_probs, dentropy, only, fields, packed, sums
+        label_operands = *matrices, *found, labels.shape[1], *scalars
         label_gradients(rows, label_operands, found=False)
         labels, dlog_probs = packed, sums
+    known = labels, stats, entropy, dlog_probs, dentropy, only, drawn, fields
     kernel = _row_kernel if offsets is None else _set_kernel
     kernel[(resident_programs(rows, shape.num_warps),)](
-        *(*matrices, labels, stats, entropy, dlog_probs, *optional, rows, *scalars),
-        *(ALIGN, shape.W, shape.UNROLL, FLAGS),
+        *(*matrices, *known, rows, *scalars, ALIGN, shape.W, shape.UNROLL, FLAGS),
         **limits(shape.num_warps, registers=64 if offsets is None else 72),
     )
     if several:
@@ -199,7 +203,3 @@ def scale_(x: Tensor, factor: Tensor) -> None:
         *(x, factor, rows, *sizes[:4], ALIGN, shape.W, shape.UNROLL),
         **limits(shape.num_warps, registers=64),
     )
-
-
-def sample_rows(*arguments: Any) -> None:
-    raise NotImplementedError("samples have no Triton kernels")

@@ -285,11 +285,14 @@ def write_gradient(
     BONUS: tl.constexpr,
     W: tl.constexpr,
     UNROLL: tl.constexpr,
+    drawn=None,
 ):
     """d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + entropy)] * d x_j/d z_j.
 
     That is 2^t_j*(a*t_j + b) times the derivative; the label's entry is computed separately. Reads
     backwards from the end of the row, which was read last and is still in the cache.
+
+    ``drawn``: (threshold, part, shift) of a sample, what stands for its smaller 2^t and t*2^t.
     """
     label, z_label, log_prob = at_label
     origin, sum_2t, log_sum, entropy = statistics
@@ -297,6 +300,10 @@ def write_gradient(
     inner, scale2, _, slope = transform
     a = (bonus * LN2 / sum_2t * slope).to(tl.float32)
     b = ((bonus * (entropy - log_sum) - dlog_prob) / sum_2t * slope).to(tl.float32)
+    small = None
+    if drawn is not None:
+        threshold, part, shift = drawn
+        small = threshold.to(tl.float32), part.to(tl.float32), a * shift.to(tl.float32)
     label_grad = label_gradient(z_label, log_prob, entropy, dlog_prob, bonus, transform, SOFTCAP)
 
     step: tl.constexpr = UNROLL * W
@@ -304,12 +311,12 @@ def write_gradient(
     if whole < V:
         inside = is_inside(V - whole, UNROLL, W)
         z = tl.load(tile(row + whole, UNROLL, W), inside, other=-INF, eviction_policy="evict_first")
-        dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS)
+        dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS, small)
         tl.store(tile(grad + whole, UNROLL, W), dz, inside, eviction_policy="evict_first")
     for done in range(0, V // step):
         begin = (V // step - 1 - done) * step
         z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_first")
-        dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS)
+        dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS, small)
         tl.store(tile(grad + begin, UNROLL, W), dz, eviction_policy="evict_first")
     tl.debug_barrier()  # after the thread that wrote the label's tile
     label_grad = rounded(label_grad.to(tl.float32), grad.dtype.element_ty)
@@ -317,14 +324,29 @@ def write_gradient(
 
 
 @triton.jit
-def tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP: tl.constexpr, BONUS: tl.constexpr):
-    """The gradient of ``[R, W]`` logits, in their dtype."""
+def exp_of(z, origin, inner, scale2, SOFTCAP: tl.constexpr):
+    """y, t and 2^t of logits: with the same bits where a sample is drawn and where it is used."""
     y = transformed(widened(z), inner, SOFTCAP)
     t = (y - origin) * scale2
+    return y, t, tl.exp2(t)
+
+
+@triton.jit
+def tile_gradient(
+    z, a, b, origin, inner, scale2, SOFTCAP: tl.constexpr, BONUS: tl.constexpr, small=None
+):
+    """The gradient of ``[R, W]`` logits, in their dtype; ``small``: (threshold, part, a*shift)."""
+    y, t, e = exp_of(z, origin, inner, scale2, SOFTCAP)
+    is_small = False
+    if small is not None:
+        is_small = e < small[0]
+        e = tl.where(is_small, small[1], e)
     if BONUS:
-        dx = tl.exp2(t) * (a * tl.maximum(t, FLOOR) + b)
+        dx = e * (a * tl.maximum(t, FLOOR) + b)
+        if small is not None:
+            dx += tl.where(is_small, small[2], 0.0)
     else:
-        dx = tl.exp2(t) * b
+        dx = e * b
     if SOFTCAP:
         held = tl.maximum(y, -1.0)  # at -inf the derivative is 0
         dx *= 1.0 - held * held
