@@ -11,7 +11,8 @@ from cuda_on_host.library import Counted
 from far_apart import check_far_apart
 from helpers import exhaustive_unless, needs_native, per_token
 from launches import LAUNCHES
-from set_operators import *  # noqa: F403 - its tests
+from sample_operators import *  # noqa: F403 - its tests
+from set_operators import *  # noqa: F403
 from test_linear import CONFIGS, build, check, problem, staleness_of
 from test_loss import case_of
 
@@ -27,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture
 def ops(on_host, library):
-    library.sizes = cases.Sizes()
+    library.sizes, library.shapes = cases.Sizes(), ((4, 9_016), (4, 5_001))
     return library
 
 
