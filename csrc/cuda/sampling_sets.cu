@@ -124,8 +124,8 @@ const char* sets_gradient(const RowGradientParams& params, void* stream) {
         return transform.softcapped ? sets_gradient_kernel<true, kSampled>
                                     : sets_gradient_kernel<false, kSampled>;
     };
-    const auto kernel = params.drawn ? with_softcap.operator()<true>()
-                                     : with_softcap.operator()<false>();
+    const auto kernel =
+        params.drawn ? with_softcap.operator()<true>() : with_softcap.operator()<false>();
     return launch(kernel, blocks_of(params.rows.rows, kSetWarps), kThreads, stream, params,
                   scales_of(transform));
 }
