@@ -332,9 +332,7 @@ def _sampled_where_it_saves(
 ) -> Products:
     """Exact products where there is no gradient, or where all entries of a row would be kept."""
     samples = products.gradient_samples
-    if samples is not None and backend in ("cuda", "triton"):
-        refuse(
-            "gradient_samples", f"be None with backend={backend!r}, which has no samples", samples
-        )
+    if samples is not None and backend == "triton":
+        refuse("gradient_samples", "be None with backend='triton', which has no samples", samples)
     is_whole = samples is not None and vocab_group is None and samples >= weight.shape[0]
     return products._replace(gradient_samples=None) if is_whole or not any(needs) else products

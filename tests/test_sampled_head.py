@@ -7,12 +7,9 @@ import pytest
 import torch
 from helpers import needs_native, real_in_turns
 from sample_operators import *  # noqa: F403 - its tests
-from sample_operators import of_labels_alone
 from test_linear import CONFIGS, DTYPES, build, check, problem, staleness_of
 
-from bapo_kernels.core.head import sampled
 from bapo_kernels.core.operators import ops_of
-from bapo_kernels.reference import sampled as reference_sampled
 
 pytestmark = needs_native
 
@@ -20,13 +17,6 @@ pytestmark = needs_native
 @pytest.fixture
 def ops():
     return SimpleNamespace(**vars(ops_of("cpu")), shapes=((40, 30_011),))
-
-
-@pytest.fixture
-def same_seeds(monkeypatch):
-    """Those of labels alone: statistics have other last bits in float64."""
-    for module in (sampled, reference_sampled):
-        monkeypatch.setattr(module, "row_seeds", lambda _, labels: of_labels_alone(labels))
 
 
 CASES = [(torch.float32, *of) for of in product(CONFIGS, [False, True])]
