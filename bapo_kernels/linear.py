@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .backends import choose
-from .checks import count, names_instead, refuse
+from .checks import count, names_instead
 from .config import BAPOConfig
 from .core.arguments.options import RowOptions, SoftmaxOptions
 from .core.arguments.prepare import prepared
@@ -138,7 +138,7 @@ def bapo_linear_loss(
     weight, bias = local_head(lm_head_weight, bias, vocab_group)
     needs = _needs(hidden_states, weight, bias)
     arguments.check_ranks("bapo_linear_loss", backend, **_in_common(needs, products))
-    products = _sampled_where_it_saves(products, needs, backend, weight, vocab_group)
+    products = _sampled_where_it_saves(products, needs, weight, vocab_group)
     if backend == "reference":
         operands = hidden_states.to(products.dtype), weight.to(products.dtype)
         return reference.bapo_linear_loss(
@@ -220,7 +220,7 @@ def linear_log_probs(
     weight, bias = local_head(lm_head_weight, bias, vocab_group)
     needs = _needs(hidden_states, weight, bias)
     arguments.check_ranks("linear_log_probs", backend, **_in_common(needs, products))
-    products = _sampled_where_it_saves(products, needs, backend, weight, vocab_group)
+    products = _sampled_where_it_saves(products, needs, weight, vocab_group)
     if backend == "reference":
         operands = hidden_states.to(products.dtype), weight.to(products.dtype)
         return reference.linear_log_probs(
@@ -334,13 +334,10 @@ def _leaves_unscaled(needs: tuple[bool, ...], products: Products) -> bool:
 def _sampled_where_it_saves(
     products: Products,
     needs: tuple[bool, ...],
-    backend: str,
     weight: Tensor,
     vocab_group: dist.ProcessGroup | None,
 ) -> Products:
     """Exact products where there is no gradient, or where all entries of a row would be kept."""
     samples = products.gradient_samples
-    if samples is not None and backend == "cuda":
-        refuse("gradient_samples", "be None with backend='cuda', which has no samples", samples)
     is_whole = samples is not None and vocab_group is None and samples >= weight.shape[0]
     return products._replace(gradient_samples=None) if is_whole or not any(needs) else products

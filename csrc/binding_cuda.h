@@ -72,12 +72,12 @@ struct Cuda {
         launch(cuda::pass_of_labels, params, like);
     }
     static void row_gradient(const RowGradientParams& params, const Tensor& like) {
-        STD_TORCH_CHECK(!params.drawn, "drawn must be None: samples have no CUDA kernels");
         check_columns(params.rows);
         launch(cuda::gradient_of_labels, params, like);
     }
-    static void sample_rows(const SampleParams&, const Tensor&) {
-        STD_TORCH_CHECK(false, "samples have no CUDA kernels");
+    static void sample_rows(const SampleParams& params, const Tensor& like) {
+        check_columns(params.rows);
+        launch(cuda::sample_rows, params, like);
     }
     static void scale(const LogitRows& rows, const float* factor, const Tensor& like) {
         launch_on(like, [&](void* stream) { return cuda::scale(rows, factor, stream); });

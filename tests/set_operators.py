@@ -23,7 +23,7 @@ from bapo_kernels.config import SURROGATES
 from bapo_kernels.core.operators import SCHEMAS
 from bapo_kernels.tools.budget import largest
 
-OPERATORS = {"find_labels", *(name for name in SCHEMAS if "sets" in name)}
+OPERATORS = {"find_labels", "sample_rows", *(name for name in SCHEMAS if "sets" in name)}
 LEFT = 777.0  # what is in an output before; where it stays, nothing was written
 OUTSIDE, NO_TOKEN = -1, -2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,7 +11,9 @@ from cuda_on_host.library import Counted
 from far_apart import check_far_apart
 from helpers import exhaustive_unless, needs_native, per_token
 from launches import LAUNCHES
-from set_operators import *  # noqa: F403 - its tests
+from sample_operators import *  # noqa: F403 - its tests
+from sample_operators import Drawn
+from set_operators import *  # noqa: F403
 from test_linear import CONFIGS, build, check, problem, staleness_of
 from test_loss import case_of
 
@@ -27,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture
 def ops(on_host, library):
-    library.sizes = cases.Sizes()
+    library.sizes, library.shapes = cases.Sizes(), ((4, 9_016), (4, 5_001))
     return library
 
 
@@ -39,6 +41,7 @@ def test_launches_of_sets(on_host, library):
     cases.check_pass(ops, cases.Pass(sets, cases.values_of(sets), cases.PLAIN))
     cases.check_dweight(ops, sets, head, torch.float32)
     cases.check_head_pass(ops, sets, head, cases.PLAIN)
+    Drawn(ops, torch.randn(2, 600), torch.tensor([[3], [4]]), 8)
     assert ops.most.keys() >= cases.OPERATORS
     assert ops.most == {name: LAUNCHES[name] for name in ops.most}
 
@@ -55,6 +58,14 @@ def test_losses_with_sampling_masks(on_host, library, dtype, name):
     kl = dict(ref_log_probs=per_token()) if config.kl_loss_coef else {}
     case_of(True, dtype=dtype, config=config, **kl)[1]("cpu")
     check(*problem(dtype, "cpu", config, staleness_of(dtype), sets=True), "cpu")
+
+
+@pytest.mark.parametrize("name", ["recipe", "entropy", "softcap"])
+def test_losses_from_samples(on_host, library, same_seeds, name):
+    given = problem(torch.float32, "cpu", build(name), real=1.0)
+    for C, sets in ((16, "all"), (100, "live")):
+        options = dict(gradient_samples=C, chunk_tokens=5, logits_dtype=torch.float32)
+        check(*given, "cpu", sets, **options)
 
 
 def test_operands_beyond_32_bits(on_host, library):

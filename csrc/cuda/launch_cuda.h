@@ -37,6 +37,7 @@ const char* search(const ContributionParams& params, const Target& target,
 const char* solve(const SolveParams& params, void* stream);
 const char* token_loss(const TokenLossParams& params, double* partials, void* stream);
 
+const char* sample_rows(const SampleParams& params, void* stream);
 const char* find_labels(const FindLabelsParams& params, void* stream);
 const char* gather_sets(const MoveSetsParams& params, void* stream);
 const char* scatter_sets(const MoveSetsParams& params, void* stream);

@@ -278,11 +278,25 @@ __device__ inline void finish_skipped(const RowPassParams& params, int64_t index
     if (params.undecided) params.undecided[index] = 0;
 }
 
-template <bool kSoftcap, bool kBonus>
-__device__ inline float gradient_of(float z, const SecondPass& pass, Scales scales) {
+// Of a sample: where 2^t is below the threshold, `part` takes its place, and a shift is added.
+struct SmallIds {
+    float threshold, part, shift;
+
+    __device__ static SmallIds of(const Drawn& drawn, float a) {
+        return {(float)drawn.threshold, (float)drawn.part, a * (float)drawn.shift};
+    }
+};
+
+template <bool kSoftcap, bool kBonus, bool kSampled = false>
+__device__ inline float gradient_of(float z, const SecondPass& pass, Scales scales,
+                                    const SmallIds& small = {}) {
     const float y = transformed<kSoftcap>(z, scales);
-    const float t = (y - pass.origin) * scales.scale2, e = exp2_approx(t);
+    const float t = (y - pass.origin) * scales.scale2;
+    float e = exp2_approx(t);
+    const bool is_small = kSampled && e < small.threshold;
+    if (is_small) e = small.part;
     float dz = e * (kBonus ? fmaf(pass.a, fmaxf(t, kExp2Floor), pass.b) : pass.b);
+    if (is_small) dz += small.shift;
     if constexpr (kSoftcap) {
         const float held = fmaxf(y, -1.0f);
         dz *= fmaf(-held, held, 1.0f);

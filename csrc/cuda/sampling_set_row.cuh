@@ -124,12 +124,13 @@ class SetRow {
     }
 
     // Writes gradients, perhaps over the values; the last group first, which is still in registers.
-    __device__ void second_pass(const SecondPass& pass, float* to) {
+    template <bool kSampled = false>
+    __device__ void second_pass(const SecondPass& pass, float* to, const SmallIds& small = {}) {
         if (pass.action == SecondPass::kNothing || size_ == 0) return;
         Team::sync();  // after every lane has read the label's value
         for (int64_t first = last_group(); first >= 0; first -= kStride) {
             if (first != last_group()) last_.load(values_ + first, size_ - first);
-            write(pass, first, to);
+            write<kSampled>(pass, first, to, small);
         }
     }
 
@@ -150,7 +151,9 @@ class SetRow {
         return total_of(partials, Team::kThreads / kWarp, scales_.scale2);
     }
 
-    __device__ void write(const SecondPass& pass, int64_t first, float* to) const {
+    template <bool kSampled>
+    __device__ void write(const SecondPass& pass, int64_t first, float* to,
+                          const SmallIds& small) const {
 #pragma unroll
         for (int v = 0; v < Group::kVectors; ++v) {
             float z[kVec<float>];
@@ -160,8 +163,9 @@ class SetRow {
                 const int64_t at = first + Group::index(v, i);
                 float dz = 0.0f;
                 if (pass.action == SecondPass::kGradient) {
-                    dz = at == label_.index ? pass.label_grad
-                                            : gradient_of<kSoftcap, true>(z[i], pass, scales_);
+                    dz = at == label_.index
+                             ? pass.label_grad
+                             : gradient_of<kSoftcap, true, kSampled>(z[i], pass, scales_, small);
                 }
                 if (at < size_) to[at] = dz;
             }

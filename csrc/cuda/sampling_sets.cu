@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     });
 }
 
-template <bool kSoftcap>
+template <bool kSoftcap, bool kSampled>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     sets_gradient_kernel(const __grid_constant__ RowGradientParams params, Scales scales) {
     const LogitRows& rows = params.rows;
@@ -88,7 +88,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         if (set.size == 0) return;
         SetRow<kSoftcap, Team> set_row(rows.values(), set, params.labels[row],
                                        rows.transform.at_row(row), scales);
-        set_row.second_pass(set_row.gradient(params, row), rows.dvalues() + set.begin);
+        const SecondPass pass = set_row.gradient(params, row);
+        const auto small = kSampled ? SmallIds::of(params.drawn[row], pass.a) : SmallIds{};
+        set_row.template second_pass<kSampled>(pass, rows.dvalues() + set.begin, small);
     });
 }
 
@@ -118,8 +120,13 @@ const char* sets_pass(const RowPassParams& params, void* stream) {
 
 const char* sets_gradient(const RowGradientParams& params, void* stream) {
     const Transform& transform = params.rows.transform;
-    return launch(transform.softcapped ? sets_gradient_kernel<true> : sets_gradient_kernel<false>,
-                  blocks_of(params.rows.rows, kSetWarps), kThreads, stream, params,
+    const auto with_softcap = [&]<bool kSampled>() {
+        return transform.softcapped ? sets_gradient_kernel<true, kSampled>
+                                    : sets_gradient_kernel<false, kSampled>;
+    };
+    const auto kernel =
+        params.drawn ? with_softcap.operator()<true>() : with_softcap.operator()<false>();
+    return launch(kernel, blocks_of(params.rows.rows, kSetWarps), kThreads, stream, params,
                   scales_of(transform));
 }
 

@@ -21,7 +21,7 @@ ROOT = HOST.parent.parent
 KEPT = ROOT / "build/cuda_on_host"
 NVCC = shlex.split(os.environ.get("NVCC", "nvcc"))
 KERNELS = ["row_pass_cluster", "row_pass", "prepare", "sequences", "search", "token_loss"]
-KERNELS += ["labels", "sampling_sets", "head_sampling_sets"]
+KERNELS += ["labels", "sampling_sets", "head_sampling_sets", "sample_rows"]
 
 
 def architectures(unit: str) -> list[str]:

@@ -4,9 +4,9 @@ import os
 
 from bapo_kernels.core import autograd, call, rows, tokens
 from bapo_kernels.core.arguments import prepare
-from bapo_kernels.core.head import sets
+from bapo_kernels.core.head import sampled, sets
 
-CALLERS = (autograd, call, prepare, rows, sets, tokens)  # of operators
+CALLERS = (autograd, call, prepare, rows, sampled, sets, tokens)  # of operators
 # Compute capability, whose code a device executes, shared memory per multiprocessor, clusters that
 # are active at once; and the number of blocks that hold a row of 40 KB, 0 for the generic row pass.
 DEVICES = {

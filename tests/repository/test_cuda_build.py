@@ -20,6 +20,7 @@ REGISTERS |= dict.fromkeys(["row_pass_kernel", "row_gradient_kernel", "sequence_
 REGISTERS |= {"token_loss_kernel": 128, "multiply_sets_kernel": 128}
 REGISTERS |= {"sets_pass_kernel": 128, "sets_gradient_kernel": 128}  # two of 8 warps
 REGISTERS |= {"sets_sum_kernel": 96, "sets_parts_kernel": 96}
+REGISTERS |= {"sample_rows_kernel": 64}  # four of 8 warps
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
