@@ -51,11 +51,18 @@ def of_sampled_head(records: list[Record]) -> dict[str, list[str]]:
             known = [values for values in of_seeds.dropna() if values[0]]
             if known:
                 ids, step, exact = map(fmean, zip(*known, strict=True))
+                low, high = name.split(" to ")
+                name = low if low == high else name
                 steps.setdefault(rule, {})[name] = f"{step / exact:.2f} ({ids:,.0f} ids)"
-    added = pd.json_normalize([r for r in records if "variances" in r]).set_index("updates")
-    added = added.filter(like="variances").rename(columns=lambda name: name.split(".", 1)[1]).T
-    added.columns = [f"after {updates} updates" for updates in added]
-    made = pd.DataFrame(ends).T, pd.DataFrame(steps).T, added.map("{:.3%}".format)
+    added = {
+        f"{part}, after {r['updates']} updates": {
+            rule: f"{of_rule[part]:.3%}" for rule, of_rule in r["variances"].items()
+        }
+        for part in ("all", "layers", "head")
+        for r in records
+        if "variances" in r
+    }
+    made = pd.DataFrame(ends).T, pd.DataFrame(steps).T, pd.DataFrame(added)
     names = "head_ends", "head_steps", "head_variances"
     index = "gradient of the head"
     return {
