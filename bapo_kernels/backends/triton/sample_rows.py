@@ -190,12 +190,13 @@ def sample_rows(
     present &= bits(TEMPERATURES)
     softcapped, numbers = transform(options, bool(present))
     shape = row_shape(logits, softcapped, 256)
+    W = shape.W * logits.element_size() // 4  # with more than four per thread ptxas spills
     (_, *sizes), _ = row_sizes(logits, None, None)
     N, places = ids.shape
     K, fields = labels.numel() // max(1, N), tokens if present else None
     _sample_rows_kernel[(resident_programs(N, shape.num_warps),)](
         *(logits, labels, stats, beside, seeds, shard, fields, counts, ids, values, drawn),
         *(K, gradient_samples, places, N, *sizes[:4], *numbers),
-        *(softcapped, present, shape.W),
-        **limits(shape.num_warps, registers=128),
+        *(softcapped, present, W),
+        **limits(shape.num_warps, registers=96),
     )
