@@ -40,7 +40,9 @@ def gradient(logits, labels, found, dlog_probs, only):
     _, entropy, stats = found
     dlogits = torch.full_like(logits, float("nan"))
     torch.ops.bapo_kernels_triton.row_gradient(
-        *(logits, None, labels, stats, entropy, dlog_probs, None, only), *(*WITHOUT_FIELDS, dlogits)
+        *(logits, None, labels, stats, entropy, dlog_probs, None, only, None),
+        *WITHOUT_FIELDS,
+        dlogits,
     )
     return dlogits
 

@@ -54,11 +54,16 @@ def _marks(column, end, labels, next, K):
 
 
 @triton.jit
-def _lanes_sum(lanes, W: tl.constexpr):
-    """The float64 sum of W lanes as integers, whose order does not matter."""
-    largest = tl.max(tl.abs(lanes)).to(tl.float64)
-    fixed = 2.0**60 / W / tl.where(largest > 0.0, largest, 1.0)
-    return tl.sum((lanes.to(tl.float64) * fixed).to(tl.int64)).to(tl.float64) / fixed
+def _power_of_two(exponent):
+    return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _lanes_sum(lanes):
+    """The float64 sum of at most 8,192 lanes as integers, whose order does not matter."""
+    exponent = (tl.max(tl.abs(lanes)).to(tl.int32, bitcast=True) >> 23) - 126
+    fixed = (lanes.to(tl.float64) * _power_of_two(49 - exponent)).to(tl.int64)
+    return tl.sum(fixed).to(tl.float64) * _power_of_two(exponent - 49)
 
 
 @triton.jit
@@ -69,7 +74,7 @@ def _mass_beside_labels(row, V, labels, K, of_exp, SOFTCAP: tl.constexpr, W: tl.
         is_label, next = _marks(column, begin + W, labels, next, K)
         _, _, e = row_math.exp_of(_load(row, column, begin, V, W), *of_exp, SOFTCAP)
         mass += tl.where(is_label, 0.0, e)
-    return _lanes_sum(mass, W)
+    return _lanes_sum(mass)
 
 
 @Kernel
@@ -114,12 +119,13 @@ def _sample_rows_kernel(
         transform = row_math.transform_of(token, transform, SOFTCAP, PRESENT)
         of_exp = tl.load(stats + 2 * index).to(tl.float32), inner, transform[1]
         sum_2t, beside = tl.load(stats + 2 * index + 1), tl.load(besides + index)
+        rest = beside * sum_2t
         if beside < LEAST_DIFFERENCE:
-            here = _mass_beside_labels(row, V, of_row, K, of_exp, SOFTCAP, W) / sum_2t
+            here = _mass_beside_labels(row, V, of_row, K, of_exp, SOFTCAP, W)
             if shard is not None:  # a part, and both may round to less
-                here = tl.maximum(here, beside)
-            beside = here
-        threshold = (beside / samples * sum_2t).to(tl.float32)
+                here = tl.maximum(here, rest)
+            rest = here
+        threshold = (rest / samples).to(tl.float32)
         is_sampled = (threshold >= LEAST_THRESHOLD) & (sum_2t < row_math.INF)
         threshold = tl.where(is_sampled, threshold, 0.0)
         # An id with hash h is kept if its 2^t is at least (h + 0.5)/2^24 of the threshold; none is
@@ -155,10 +161,10 @@ def _sample_rows_kernel(
             tl.debug_barrier()  # after the thread that wrote its first value
             tl.store(values + at, float("nan"))
         tl.store(counts + index, tl.minimum(count, places))
-        total, weighted = _lanes_sum(mass, W), _lanes_sum(weighted_mass, W)
-        some = tl.maximum(count_small, 1).to(tl.float64)
-        part = tl.where(count_small > 0, total / some, 0.0)
-        shift = tl.where(count_small > 0, (weighted - part * _lanes_sum(sum_t, W)) / some, 0.0)
+        total, weighted = _lanes_sum(mass), _lanes_sum(weighted_mass)
+        share = tl.where(count_small > 0, 1.0 / tl.maximum(count_small, 1).to(tl.float64), 0.0)
+        part = total * share
+        shift = (weighted - part * _lanes_sum(sum_t)) * share
         tl.store(drawn + 4 * index, threshold.to(tl.float64))
         tl.store(drawn + 4 * index + 1, part)
         tl.store(drawn + 4 * index + 2, shift)
@@ -184,12 +190,13 @@ def sample_rows(
     present &= bits(TEMPERATURES)
     softcapped, numbers = transform(options, bool(present))
     shape = row_shape(logits, softcapped, 256)
+    W = shape.W * logits.element_size() // 4  # with more than four per thread ptxas spills
     (_, *sizes), _ = row_sizes(logits, None, None)
     N, places = ids.shape
     K, fields = labels.numel() // max(1, N), tokens if present else None
     _sample_rows_kernel[(resident_programs(N, shape.num_warps),)](
         *(logits, labels, stats, beside, seeds, shard, fields, counts, ids, values, drawn),
         *(K, gradient_samples, places, N, *sizes[:4], *numbers),
-        *(softcapped, present, shape.W),
+        *(softcapped, present, W),
         **limits(shape.num_warps, registers=96),
     )
