@@ -7,10 +7,11 @@
 
 namespace bapo {
 
-// 24 bits of an id in the whole vocabulary and the seed of its row; of one id, or of a vector.
+// 24 bits of kIdFactor*id + seed, of an id in the whole vocabulary and the seed of its row; of one
+// such sum, or of a vector.
+constexpr uint32_t kIdFactor = 0x9E3779B9u;
 template <typename Uint>
-BAPO_HD Uint hash_of(Uint id, uint32_t seed) {
-    Uint x = id * 0x9E3779B9u + seed;
+BAPO_HD Uint hash_of(Uint x) {
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
     x = (x ^ (x >> 15)) * 0x846CA68Bu;
     return (x ^ (x >> 16)) >> 8;

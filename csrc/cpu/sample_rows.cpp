@@ -11,9 +11,10 @@ namespace {
 struct LabelMarks {
     const int64_t *next, *end;
 
+    bool before(int64_t column) const { return next < end && *next < column; }
     VInt at(int64_t begin) {
         VInt marks = {};
-        for (; next < end && *next < begin + kLanes; ++next) {
+        for (; before(begin + kLanes); ++next) {
             if (*next >= begin) marks[*next - begin] = -1;
         }
         return marks;
@@ -57,11 +58,18 @@ class SampledRow {
         const float scale = base2_scale(transform_);
         for (int64_t begin = 0; begin < vocab; begin += kGroup) {
             const int64_t end = begin + kGroup < vocab ? begin + kGroup : vocab;
-            for_each_vector(row_, begin, end, [&](VFloat z, int64_t i) {
-                prefetch(row_ + i);
-                const VFloat t = (transformed<kSoftcap>(z, transform_) - origin_) * scale;
-                f(z, t, marks.at(i), i);
-            });
+            const auto over_group = [&](auto marks_at) {
+                for_each_vector(row_, begin, end, [&](VFloat z, int64_t i) {
+                    prefetch(row_ + i);
+                    const VFloat t = (transformed<kSoftcap>(z, transform_) - origin_) * scale;
+                    f(z, t, marks_at(i), i);
+                });
+            };
+            if (marks.before(end)) {
+                over_group([&](int64_t i) { return marks.at(i); });
+            } else {
+                over_group([](int64_t) { return VInt{}; });
+            }
             each();
         }
     }
@@ -83,10 +91,11 @@ class SampledRow {
     }
 
     Drawn drawn(float threshold) {
-        const auto seed = (uint32_t)params_.seeds[index_];
         const Borders borders = Borders::of(threshold);
-        VUint ids;
-        for (int lane = 0; lane < kLanes; ++lane) ids[lane] = (uint32_t)(first_ + lane);
+        VUint sums;  // of the first ids
+        for (int lane = 0; lane < kLanes; ++lane) {
+            sums[lane] = kIdFactor * (uint32_t)(first_ + lane) + (uint32_t)params_.seeds[index_];
+        }
         CompensatedSum masses, weighted_masses;
         VFloat mass = {}, weighted_mass = {};
         int64_t count = 0;
@@ -94,7 +103,7 @@ class SampledRow {
         for_each(
             [&](VFloat z, VFloat t, VInt label, int64_t i) {
                 const VFloat e = label ? VFloat{} : vexp2<>(t);
-                const VInt hash = (VInt)hash_of(ids + (uint32_t)i, seed);
+                const VInt hash = (VInt)hash_of(sums + kIdFactor * (uint32_t)i);
                 const VFloat border =
                     __builtin_convertvector(hash, VFloat) * borders.step + borders.half;
                 const VInt drawn = e >= border, is_small = e < threshold;

@@ -137,7 +137,8 @@ struct SampledRow {
         for_tiles(
             [&](float t, int column, int bit) {
                 const float e = exp2_approx(t);
-                const auto hash = (float)(int)hash_of((uint32_t)(first + column), seed);
+                const auto hash =
+                    (float)(int)hash_of(kIdFactor * (uint32_t)(first + column) + seed);
                 if (e >= fmaf(hash, borders.step, borders.half)) kept |= 1u << bit;
                 const float small = e < threshold ? e : 0.0f;
                 mass += small;
