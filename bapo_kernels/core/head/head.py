@@ -72,9 +72,10 @@ class Head:
     def rows_per_chunk(self, rows: int, sums_weight: bool = False) -> int:
         """Rows of each chunk, for the fewest equal chunks; the same on every rank of a shard.
 
-        A chunk has at most ``chunk_tokens`` rows, or 1 GiB of logits. Several chunks need a
-        float32 sum of the weight's gradient, ``sums_weight``, before that has half precision: if
-        all logits take no more memory than the sum would, they are one chunk.
+        A chunk has at most ``chunk_tokens`` rows, or 1 GiB of logits; a quarter of that where these
+        are sampled, as no product then adds to the weight's gradient. Several others need a float32
+        sum of it, ``sums_weight``, before that has half precision: if all logits take no more
+        memory than the sum would, they are one chunk.
         """
         halves = not self.trains_float32 and self.shard is None
         logits, total = rows * self._bytes_per_logit, SUM_BYTES * self.weight.shape[1]  # per column
@@ -83,7 +84,8 @@ class Head:
         most = self.products.chunk_tokens
         if most is None:
             columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
-            most = max(1, CHUNK_BYTES // (columns * self._bytes_per_logit))
+            size = CHUNK_BYTES if self.products.gradient_samples is None else CHUNK_BYTES // 4
+            most = max(1, size // (columns * self._bytes_per_logit))
         return max(1, math.ceil(rows / max(1, math.ceil(rows / most))))
 
     @property
