@@ -72,7 +72,7 @@ class Head:
     def rows_per_chunk(self, rows: int, sums_weight: bool = False) -> int:
         """Rows of each chunk, for the fewest equal chunks; the same on every rank of a shard.
 
-        A chunk has at most ``chunk_tokens`` rows, or 1 GiB of logits; a quarter of that where these
+        A chunk has at most ``chunk_tokens`` rows, or 1 GiB of logits; half of that where these
         are sampled, as no product then adds to the weight's gradient. Several others need a float32
         sum of it, ``sums_weight``, before that has half precision: if all logits take no more
         memory than the sum would, they are one chunk.
@@ -84,7 +84,7 @@ class Head:
         most = self.products.chunk_tokens
         if most is None:
             columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
-            size = CHUNK_BYTES if self.products.gradient_samples is None else CHUNK_BYTES // 4
+            size = CHUNK_BYTES if self.products.gradient_samples is None else CHUNK_BYTES // 2
             most = max(1, size // (columns * self._bytes_per_logit))
         return max(1, math.ceil(rows / max(1, math.ceil(rows / most))))
 
