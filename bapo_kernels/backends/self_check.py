@@ -103,6 +103,7 @@ def first_failure(ops: Any, device: torch.device) -> str | None:
     longest = max(V for V, _ in ROWS)
     logits = 3 * torch.randn(2, longest, generator=g, dtype=_F32, device=device)
     checks = {"600 tokens": _search(ops, device), "two sets": _passes(ops, logits[:, :700])}
+    checks["two samples"] = _samples(ops, logits[None, :, :700] / 3)
     for V, dtype in ROWS:
         rows = logits[None, :, :V].to(dtype)
         checks[f"rows of {V:,} columns in {str(dtype)[6:]}"] = _passes(ops, rows)
@@ -194,6 +195,36 @@ def _passes(ops: Any, rows: Tensor) -> Comparisons:
         _call(ops, operator, operands)
         yield operator, found[:4], statistics
         yield operator, result, truth
+
+
+def _samples(ops: Any, rows: Tensor) -> Comparisons:
+    """Draws samples of two rows: of all ids, and of ids that are all below the threshold."""
+    V, device = rows.shape[-1], rows.device
+    labels = torch.tensor([[V // 3], [V - 1]], device=device)
+    log_p = rows[0].double().log_softmax(1)
+    beside = -torch.expm1(log_p.gather(1, labels)[:, 0])
+    made = torch.full((2, V + 1), torch.nan, dtype=torch.float32, device=device)
+    operands: dict[str, Any] = dict(
+        logits=rows,
+        labels=labels,
+        counted=beside > 0,
+        **dict(log_probs=beside + 0, entropy=beside + 0, stats=log_p[:, :2] * torch.nan),
+        beside=beside,
+        seeds=labels[:, 0].int(),
+        present=0,
+        options=BAPOConfig().options,
+        counts=torch.zeros_like(labels[:, 0]).int(),
+        ids=torch.zeros_like(made).int(),
+        values=made,
+        drawn=torch.full((2, 4), torch.nan, dtype=torch.float64, device=device),
+    )
+    _call(ops, "row_statistics", operands)
+    _call(ops, "sample_rows", operands | dict(gradient_samples=2**16))
+    yield "sample_rows", operands["counts"].float(), torch.full_like(beside, V)
+    yield "sample_rows", made[:, :V], rows[0].double()
+    yield "sample_rows", operands["ids"][:, :V].float(), torch.arange(V, device=device).double()
+    _call(ops, "sample_rows", operands | dict(gradient_samples=1))
+    yield "sample_rows", operands["drawn"][:, 3] / operands["stats"][:, 1], beside
 
 
 def _search(ops: Any, device: torch.device) -> Comparisons:

@@ -32,7 +32,7 @@ from ..sampling_mask import SamplingMask
 from . import budget
 from .budget import Case, Loss, Measured, Result
 from .processes import CallError, Worker
-from .real_rows import real_rows
+from .real_rows import real_head, real_rows
 
 CANDIDATES = tuple(name for name in NAMES if name != "reference")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)  # training's usual dtype first
@@ -189,6 +189,7 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
         "log_probs, 64 labels per row": partial(_log_probs, labels=64),
         "bapo_linear_loss": _linear,
         "bapo_linear_loss, sets": partial(_linear, sets=True),
+        "bapo_linear_loss, samples": _samples,
     }
     for case, rows in wide.items() if on_gpu else ():
         cases[f"inplace, {case}"] = partial(_loss, _inplace, **rows)
@@ -351,6 +352,25 @@ def _linear(
 
 def _frozen(loss: Loss, weight: Tensor, hidden: Tensor, *tokens: Any, **options: Any) -> BAPOOutput:
     return loss(hidden, weight.to(hidden.dtype), *tokens, **options)
+
+
+def _samples(backend: str, dtype: torch.dtype, device: str) -> Quantities:
+    """The mean square of the error of hidden states' gradients, against what it may be."""
+    *parameters, labels = (x.to(device) for x in real_head((48,), 4_001, 64))
+    hidden, weight = (x.to(dtype) for x in parameters)
+    A = torch.linspace(-1.0, 1.0, labels.numel(), device=device)
+
+    def run(samples: int | None) -> tuple[Tensor, BAPOOutput]:
+        x, W = (leaf.clone().requires_grad_() for leaf in (hidden, weight))
+        options: dict[str, Any] = dict(backend=backend, gradient_samples=samples)
+        out = bapo_linear_loss(x, W, labels, None, A, bounds=(0.8, 1.2), **options)
+        return torch.autograd.grad(out.loss, (x, W))[0].double(), out
+
+    (exact, _), (got, out), (again, _) = run(None), run(16), run(16)
+    rounding = torch.finfo(dtype).eps * exact.norm().item()
+    bound = out.metrics["gradient_noise"].item() ** 0.5 * weight.double().norm(dim=1).max().item()
+    yield "gradient", (got - exact).norm().item(), 2 * bound + rounding
+    yield "second run", float(not torch.equal(got, again)), 0.0
 
 
 def in_two_steps(
