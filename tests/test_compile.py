@@ -220,26 +220,31 @@ def arguments_of(operator, device="cpu", **changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(HEAD_SCHEMAS))
 @pytest.mark.parametrize(
-    ("frozen", "masked", "labels"),  # every pair
-    [(False, False, (N,)), (True, True, (N,)), (False, True, (N, 3)), (True, False, (N, 3))],
+    ("frozen", "masked", "labels", "samples"),  # every pair of the first three
+    [
+        *[(False, False, (N,), None), (True, True, (N,), None), (False, True, (N, 3), None)],
+        *[(True, False, (N, 3), None), (False, True, (N,), 2), (True, False, (N, 3), 2)],
+    ],
 )
-def test_opcheck_of_the_head(name, frozen, masked, labels):
+def test_opcheck_of_the_head(name, frozen, masked, labels, samples):
     head = torch.randn(2, 3, 8), torch.randn(V, 8), None if frozen else torch.randn(V)
     # The values of rows that are not counted may be anything.
     tokens = torch.randint(0, V, labels), (torch.arange(N) % 3 != 0) | masked
     options = torch.rand(len(FIELDS), N) + 0.5, PRESENT, OPTIONS, torch.float32, torch.float32
     offsets = torch.tensor([0, 4, 4, 8, 12, 12, 12])
     mask = (torch.arange(12, dtype=torch.int32), offsets) if masked else (None, None)
-    arguments = (*head, *tokens, *options, 4, "cpu", None, None, *mask)
+    arguments = (*head, *tokens, *options, 4, samples, "cpu", None, None, *mask)
+    frozen = frozen and samples is None
     if name == "head_forward":
         arguments = (frozen, *arguments)
     elif name == "head_top_k":
         arguments = (3, *head, tokens[0].view(N, -1)[:, 0].contiguous(), *arguments[4:])
     else:
-        *found, unscaled, values = torch.ops.bapo_kernels.head_forward(frozen, *arguments)
+        *found, unscaled, values, sample = torch.ops.bapo_kernels.head_forward(frozen, *arguments)
         unscaled = unscaled if frozen and len(labels) == 2 else None
-        needs = [True, not frozen, not frozen]
-        arguments = (-double(*labels), double(N), found, values, unscaled, needs, *arguments)
+        needs = [True, not frozen, not frozen and head[2] is not None]
+        given = -double(*labels), double(N), found, values, sample, unscaled, needs
+        arguments = (*given, *arguments)
     op = getattr(torch.ops.bapo_kernels, name).default
     torch.library.opcheck(op, arguments)
     assert torch.Tag.cudagraph_unsafe in op.tags, "it reads row counts on the host"
