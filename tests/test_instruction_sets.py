@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import sample_operators as samples
 import torch
 from accuracy import assert_rounded
 from helpers import EPS, check_against_reference, make_case, needs_native
@@ -16,6 +17,7 @@ from bapo_kernels import (
     reference,
 )
 from bapo_kernels.core.head import gemm
+from bapo_kernels.core.operators import ops_of
 from bapo_kernels.debug import instruction_set
 
 pytestmark = needs_native
@@ -60,6 +62,13 @@ def test_extreme_values(chosen, dtype):
     assert not got.gradient[case.logits == -torch.inf].any()
     case.logits[1, 1, 4321] = torch.nan
     check_against_reference(case, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transform", [{}, dict(final_logit_softcapping=30.0)])
+def test_samples(chosen, dtype, transform):
+    logits, labels = samples.case(ops_of("cpu"), (24, 9_013), dtype)
+    samples.check_samples(ops_of("cpu"), logits, labels, 64, **transform)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
