@@ -104,6 +104,20 @@ def test_labels_are_kept_exactly():
     assert_same(made.p[:, large], p[large].expand(500, -1))
 
 
+def test_an_id_at_the_threshold_is_kept_exactly():
+    """It does not share in the smaller ones: t and 2*t beside two of t/2."""
+    found = 0
+    for offset in torch.linspace(0.0, 1.0, 50).tolist():
+        p = torch.tensor([[0.3, 1.0, 2.0, 0.5, 0.5]]).double() * math.exp(-1.0 - offset)
+        log_p = p.log().repeat(20, 1)
+        p, label = log_p.exp(), torch.zeros(20, 1).long()
+        if (p[:, 1] != p.scatter(1, label, 0.0).sum(1) / 4).any():
+            continue  # by a rounding
+        found += 1
+        assert_same(sample(log_p, label, some_seeds(20), 4).p[:, 1], p[:, 1])
+    assert found > 5
+
+
 def test_a_certain_label_is_kept_alone():
     log_p = torch.full((1, V), -torch.inf, dtype=torch.float64)
     log_p[0, LABEL] = 0.0

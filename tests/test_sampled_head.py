@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bapo_kernels import (
     BAPOLinearLoss,
+    SamplingMask,
     bapo_linear_loss,
     linear_log_probs,
     mean_metrics,
@@ -203,6 +204,21 @@ def test_autocast_with_a_float32_head(same_seeds):
         return dhidden.bfloat16().to(kind), dweight
 
     assert_as_reference(made, expected, roundings=10)
+
+
+def test_sets_and_samples_are_summed_before_they_are_rounded():
+    """The gradient of a weight in half precision is the rounded one of a float32 weight."""
+    hidden, weight, labels = small_head(40)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    sets = [
+        sorted({*range(0, 400, 3), label}) if n % 2 else []
+        for n, label in enumerate(labels.tolist())
+    ]
+    options = dict(sampling_mask=SamplingMask.from_lists(sets), logits_dtype=torch.float32)
+    _, rounded = sampled_gradients(hidden, weight, labels, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, dweight = sampled_gradients(hidden, weight.float(), labels, **options)
+    assert_same(rounded, dweight.bfloat16())
 
 
 def test_parts_that_are_frozen_and_adapters():
