@@ -171,6 +171,20 @@ def test_nan_reaches_the_label_and_the_hidden_state():
     assert dweight.isnan().any(1).sum() == 1
 
 
+@pytest.mark.parametrize("label", [400, -7])
+def test_a_label_outside_of_the_vocabulary(label):
+    """The loss is NaN, and so is the gradient of its hidden state, as of exact gradients."""
+    hidden, weight, labels = small_head()
+    labels[3] = label
+    for samples in (None, 16):
+        x = hidden.clone().requires_grad_()
+        given = x, weight, labels, None, torch.ones(len(labels))
+        out = bapo_linear_loss(*given, gradient_samples=samples)
+        out.loss.backward()
+        assert out.loss.isnan()
+        assert x.grad.isnan().all(1).tolist() == [n == 3 for n in range(len(labels))]
+
+
 def test_labels_without_doubt_are_kept_alone():
     """What beside them is below 2^-100; the gradient is that of the exact call."""
     hidden, weight, labels = small_head()

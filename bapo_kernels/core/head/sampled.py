@@ -95,7 +95,7 @@ def _draw(
         x if x.ndim == 2 else x[:, None] for x in (call.labels, call.label_columns, found.log_probs)
     )
     seeds = row_seeds(torch.stack([log_probs[:, 0], found.entropy], 1), labels)
-    beside = -torch.expm1(log_probs[:, 0])
+    beside = -torch.expm1(log_probs[:, 0].nan_to_num(-torch.inf))  # NaN: the label is no column
     if labels.shape[1] > 1:
         p = torch.where(repeats(labels) | (labels < 0), 0.0, log_probs.exp())
         beside = 1.0 - p.nan_to_num(0.0).sum(1)
