@@ -244,7 +244,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(*saved, several, entropy, stats, values, gradient, *sample)
         ctx.given, ctx.unscaled = given._asdict() | dict.fromkeys(_SAVED), unscaled
         ctx.set_materialize_grads(False)
-        return log_probs, entropy, *sample[1:2]
+        return log_probs, entropy, *sample[1:2]  # ids, where a compiler sees how many there are
 
     @staticmethod
     def backward(
