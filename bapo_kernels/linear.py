@@ -129,9 +129,10 @@ def bapo_linear_loss(
         global_batch_size=global_batch_size,
         dp_size=dp_size,
     )
-    parameters = hidden_states, lm_head_weight, bias
-    given = *parameters, labels, logits_dtype, chunk_tokens, vocab_group
-    products = check_head(*given, gradient_samples=gradient_samples)
+    products = check_head(
+        *(hidden_states, lm_head_weight, bias, labels, logits_dtype, chunk_tokens, vocab_group),
+        gradient_samples=gradient_samples,
+    )
     batch = old_log_probs, advantages, response_mask
     arguments = loss_arguments(labels, *batch, **options)
     backend = _choose(backend, hidden_states, products)

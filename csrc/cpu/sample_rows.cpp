@@ -106,15 +106,15 @@ class SampledRow {
                 const VInt hash = (VInt)hash_of(sums + kIdFactor * (uint32_t)i);
                 const VFloat border =
                     __builtin_convertvector(hash, VFloat) * borders.step + borders.half;
-                const VInt drawn = e >= border, is_small = e < threshold;
+                const VInt is_drawn = e >= border, is_small = e < threshold;
                 const VFloat small = is_small ? e : VFloat{};
                 mass += small;
                 weighted_mass += factor_of(t) * small;
-                const VInt kept = drawn | label;
+                const VInt kept = is_drawn | label;
                 if (!any(kept)) return;
                 keep(kept, z, i);
                 for (int lane = 0; lane < kLanes; ++lane) {
-                    if (!(drawn & is_small)[lane]) continue;
+                    if (!(is_drawn & is_small)[lane]) continue;
                     ++count;
                     sum_t += t[lane];
                 }

@@ -109,7 +109,8 @@ def _draw(
     ops_of(call.backend).sample_rows(*given, *call.temperatures, call.options, *made)
     widest = int(counts.max()) if n else 0
     is_entry = torch.arange(widest, device=counts.device) < counts[:, None]
-    return counts, drawn, values[:, :widest][is_entry], ids[:, :widest][is_entry]
+    entries = is_entry.nonzero(as_tuple=True)
+    return counts, drawn, values[entries], ids[entries]
 
 
 def add_sample(
